@@ -13,6 +13,8 @@ and are part of the key. What this script does not do: install system packages (
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -23,6 +25,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,17 +67,20 @@ EDITS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cache", type=Path, default=default_cache(), help="folder of built wheels (default: %(default)s)")
+    parser.add_argument(
+        "--cache", type=Path, default=default_cache(), help="folder of built wheels (default: %(default)s)"
+    )
     parser.add_argument("--constraints", type=Path, help="pip constraints file for Horovod's own requirements")
     arguments = parser.parse_args()
 
     options = build_options()
     ingredients = build_ingredients(options)
     folder = arguments.cache / key_of(ingredients)
-    wheel = cached_wheel(folder)
-    if wheel is None:
-        say(f"building Horovod {VERSION} for {describe(ingredients)} (about five minutes)")
-        wheel = build(folder, ingredients, options)
+    with alone(folder):
+        wheel = cached_wheel(folder)
+        if wheel is None:
+            say(f"building Horovod {VERSION} for {describe(ingredients)} (about five minutes)")
+            wheel = build(folder, ingredients, options)
     say(f"wheel: {wheel}")
     install(wheel, arguments.constraints)
 
@@ -168,6 +174,15 @@ def describe(ingredients: dict[str, object]) -> str:
     return f"{frameworks}, MPI: {ingredients['mpi']}"
 
 
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold the lock of a cache folder: two clones that need the same wheel build it once, not twice at a time."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def cached_wheel(folder: Path) -> Path | None:
     wheels = sorted(folder.glob("*.whl"))
     return wheels[0] if wheels else None
@@ -175,7 +190,6 @@ def cached_wheel(folder: Path) -> Path | None:
 
 def build(folder: Path, ingredients: dict[str, object], options: dict[str, str]) -> Path:
     """Download, edit and build; only a finished wheel reaches the cache, in one rename."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder.parent) as scratch_name:
         scratch = Path(scratch_name)
         source = unpack(download(scratch), scratch)
@@ -248,12 +262,24 @@ def apply_edits(source: Path) -> None:
 
 
 def install(wheel: Path, constraints: Path | None) -> None:
+    if is_installed(wheel):
+        say("that wheel is installed already")
+        return
     command = [sys.executable, "-m", "pip", "install", "-q"]
     if constraints:
         command += ["-c", str(constraints)]
     # The wheel of one version may have been built anew (other frameworks, other options): always put this one in.
     subprocess.run([*command, str(wheel)], check=True)
     subprocess.run([*command, "--force-reinstall", "--no-deps", str(wheel)], check=True)
+
+
+def is_installed(wheel: Path) -> bool:
+    """Whether the Horovod in place came from this very file; pip writes down what it installed from."""
+    try:
+        origin = importlib.metadata.distribution("horovod").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return hashlib.sha256(wheel.read_bytes()).hexdigest() in (origin or "")
 
 
 if __name__ == "__main__":

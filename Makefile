@@ -1,0 +1,49 @@
+# The commands of a clone. Each makes the environment ready by itself, the first time as much as the hundredth.
+# What is not here: how that is done (scripts/).
+
+VENV ?= .venv
+NP ?= 2
+ARGS ?=
+export VENV
+
+bin := $(VENV)/bin
+# One thread a worker: workers that share a machine's cores otherwise fight for them.
+one_thread := OMP_NUM_THREADS=1 OMPI_MCA_mpi_yield_when_idle=1 TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help env train test lint format unit parallel image-test clean
+.NOTPARALLEL:
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+env: ## the virtual environment .venv, with Horovod built against its torch and TensorFlow
+	@scripts/environment.sh
+
+train: env ## train the example on NP=2 workers; ARGS="--compression none --epochs 5" goes to it
+	PATH="$(CURDIR)/$(bin):$$PATH" $(one_thread) horovodrun -np $(NP) python examples/train.py $(ARGS)
+
+test: lint unit parallel ## everything that must pass: lint, unit, parallel
+
+lint: env ## ruff, mypy and the import rules of setup.cfg
+	$(bin)/ruff check
+	$(bin)/ruff format --check
+	$(bin)/mypy
+	PYTHONPATH=. $(bin)/lint-imports
+
+format: env ## let ruff put the code in order
+	$(bin)/ruff check --fix
+	$(bin)/ruff format
+
+unit: env ## the tests of one process and of the examples; ARGS="-k wire" goes to pytest
+	PATH="$(CURDIR)/$(bin):$$PATH" $(bin)/pytest --ignore=tests/parallel $(ARGS)
+
+parallel: env ## tests/parallel with 2 and 4 workers, over MPI and over Gloo; ARGS="--np 2 --over gloo -- -k join"
+	$(bin)/python scripts/parallel_tests.py $(ARGS)
+
+image-test: ## build the Dockerfile and train in the image (root on Debian; not part of the tests)
+	scripts/image_test.sh
+
+clean: ## remove the environment and everything made here; Horovod's wheel stays in its cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
