@@ -1,0 +1,11 @@
+"""Which exchange moves fewer bytes. A pure function of sizes, so that all workers choose the same."""
+
+from __future__ import annotations
+
+
+def moves_fewer_bytes(payload: float, dense: float, workers: int) -> bool:
+    """Whether an allgather of `payload` bytes from each worker beats a ring allreduce of `dense` bytes.
+
+    The allgather brings each worker (N - 1) payloads; the ring allreduce 2 (N - 1) / N times the dense bytes.
+    """
+    return payload * workers < 2 * dense

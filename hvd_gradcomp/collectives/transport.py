@@ -1,0 +1,66 @@
+"""What an exchange may ask for, and what a door must provide."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from hvd_gradcomp.ops import Array
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Allgather:
+    """Every worker gets all workers' `payload` (uint8, any length each), concatenated in rank order."""
+
+    payload: Array
+
+
+@dataclass(frozen=True)
+class Allreduce:
+    """Every worker gets the sum of all workers' `values` (float32, same length), added in the format `kind`."""
+
+    values: Array
+    kind: str
+
+
+@dataclass(frozen=True)
+class Alltoall:
+    """Worker r gets the r-th part of every worker's `payload` (uint8), concatenated in rank order.
+
+    `splits` are the lengths of the parts, one for each worker.
+    """
+
+    payload: Array
+    splits: tuple[int, ...]
+
+
+Request: TypeAlias = Allgather | Allreduce | Alltoall
+Exchange: TypeAlias = Generator[Request, Array, _Result]
+
+
+class Transport(Protocol):
+    """Asynchronous collectives among the workers of one process set, matched by name."""
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank among them."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Their ranks in the whole job, by which messages call them."""
+
+    @property
+    def workers(self) -> int:
+        """How many they are."""
+
+    def adds(self, kind: str) -> bool:
+        """Whether `Allreduce` can add values in the format `kind`."""
+
+    def start(self, request: Request, name: str) -> Any:
+        """Begin `request`; the other workers begin theirs under the same `name`, in any order. Returns a handle."""
+
+    def wait(self, handle: Any) -> Array:
+        """The result of the request behind `handle`, once all workers have begun it."""

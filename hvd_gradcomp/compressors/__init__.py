@@ -1,0 +1,24 @@
+"""The algorithms, one family a file, written once against `ops`; no framework is imported here."""
+
+from hvd_gradcomp.compressors.base import Compressor, Context
+from hvd_gradcomp.compressors.cast import BF16, FP16, NoCompression
+from hvd_gradcomp.compressors.chain import Chain, Sparsifier, ValueCode
+from hvd_gradcomp.compressors.int8 import Int8
+from hvd_gradcomp.compressors.spec import compression_from_spec, register_spec
+from hvd_gradcomp.compressors.topk import TopK, TopKInt8
+
+__all__ = [
+    "BF16",
+    "FP16",
+    "Chain",
+    "Compressor",
+    "Context",
+    "Int8",
+    "NoCompression",
+    "Sparsifier",
+    "TopK",
+    "TopKInt8",
+    "ValueCode",
+    "compression_from_spec",
+    "register_spec",
+]

@@ -1,0 +1,218 @@
+"""What every compressor is: a frozen dataclass of hyper-parameters that keeps Horovod's `Compression` interface.
+
+State (residuals, seeds) lives in the engine, never here, so one compressor may serve any number of optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, overload
+
+from hvd_gradcomp.errors import ConfigurationError, NonFiniteError, UnsupportedError
+from hvd_gradcomp.feedback import ErrorFeedback, Memory
+from hvd_gradcomp.ops import Array, Ops, ops_for
+from hvd_gradcomp.wire.parts import Reader
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a compressor may know about one call: nothing that it could keep.
+
+    Attributes:
+        rank: this worker's rank among `workers`.
+        workers: how many workers exchange.
+        name: the parameter's name, the same on all workers.
+        step: how many exchanges this parameter has had, the same on all workers.
+    """
+
+    rank: int = 0
+    workers: int = 1
+    name: str = ""
+    step: int = 0
+
+
+class Door(Protocol):
+    """How `compress` and `decompress` reach the workers: one for each framework, registered by its door."""
+
+    def compress(self, compressor: Compressor, tensor: Any) -> tuple[Any, Any]: ...
+
+    def decompress(self, compressor: Compressor, payload: Any, ctx: Any) -> Any: ...
+
+
+#: Name of the ops backend -> the door that registered for its arrays.
+doors: dict[str, Door] = {}
+
+
+class _ClassOrInstance(Generic[_Result]):
+    """A method that also works on the bare class, which then stands for an instance with all defaults."""
+
+    def __init__(self, function: Callable[..., _Result]) -> None:
+        self.function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, instance: Compressor | None, owner: type[Compressor]) -> Callable[..., _Result]:
+        compressor = owner() if instance is None else instance
+        return self.function.__get__(compressor)
+
+
+@overload
+def as_compressor(compression: type[Compressor]) -> Compressor: ...
+@overload
+def as_compressor(compression: Compressor) -> Compressor: ...
+@overload
+def as_compressor(compression: object) -> Compressor | None: ...
+def as_compressor(compression: object) -> Compressor | None:
+    """The instance that `compression` stands for, or None when it is not one of this package's compressors."""
+    if isinstance(compression, type) and issubclass(compression, Compressor):
+        return compression()
+    return compression if isinstance(compression, Compressor) else None
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """Base of all compressors.
+
+    Args:
+        memory: what becomes of the part that is not sent; `ErrorFeedback()` by default, `NoMemory()` turns it off.
+        dense_below: tensors of fewer elements travel uncompressed, through Horovod's own fused allreduce.
+
+    A subclass gives `encode` and `decode_add`; one whose payloads may be added says so (`meets`) and gives `summands`
+    and `from_sum` as well.
+    """
+
+    #: "gather": each worker's payload is decoded; "sum": an allreduce may add the payloads; "dense": not compressed.
+    meets: ClassVar[str] = "gather"
+    #: The format in which summands travel, for `meets = "sum"`: "float32", "float16" or "bfloat16".
+    sum_kind: ClassVar[str] = "float32"
+    #: The name in a spec string.
+    spec_name: ClassVar[str]
+
+    memory: Memory = field(default=ErrorFeedback(), kw_only=True)
+    dense_below: int = field(default=1024, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.memory, type) or not isinstance(self.memory, Memory):
+            raise ConfigurationError(f"memory must be one such as ErrorFeedback() or NoMemory(), got {self.memory!r}")
+        if not isinstance(self.dense_below, int) or self.dense_below < 0:
+            raise ConfigurationError(f"dense_below must be a number of elements >= 0, got {self.dense_below!r}")
+
+    # -- for the engine ---------------------------------------------------------------------------------------------
+
+    def encode(self, ops: Ops, x: Array, context: Context) -> tuple[Array, Array]:
+        """Compress one tensor.
+
+        Args:
+            x: float32, shape (n,), n >= 1, all finite. Its memory may be reused for the residual.
+
+        Returns:
+            The frame (uint8), and the residual (float32, shape (n,)): `x` minus what receivers will decode.
+        """
+        raise NotImplementedError
+
+    def decode_add(self, ops: Ops, frames: Reader, out: Array) -> Array:
+        """Add what the next frame decodes to onto `out`, which may change in place.
+
+        Args:
+            out: float32, shape (n,).
+
+        Raises:
+            PayloadError: the frame is not one that this compressor could have written for n elements.
+        """
+        raise NotImplementedError
+
+    def summands(self, ops: Ops, x: Array, context: Context) -> tuple[Array, Array]:
+        """What to add over the workers (float32, exact in `sum_kind`, shape (m,)), and the residual (shape (n,))."""
+        raise NotImplementedError
+
+    def from_sum(self, ops: Ops, total: Array, size: int, context: Context) -> Array:
+        """The sum of the workers' tensors (float32, shape (size,)) from the sum of their summands (shape (m,))."""
+        raise NotImplementedError
+
+    def expected_bytes(self, size: int) -> float:
+        """About how many bytes `encode` gives for a tensor of `size` elements, headers left out."""
+        raise NotImplementedError
+
+    # -- Horovod's Compression interface ----------------------------------------------------------------------------
+
+    @_ClassOrInstance
+    def compress(self: Compressor, tensor: Any) -> tuple[Any, Any]:
+        """Horovod's interface: what to hand to a collective for `tensor`, and the context to decompress it.
+
+        On workers of a Horovod job what is handed out is a small token of ones; the payload travels in `decompress`.
+        Elsewhere (no Horovod running) it is the payload itself, and nothing is exchanged.
+
+        Raises:
+            NonFiniteError: the tensor holds NaN or infinity.
+        """
+        ops = ops_for(tensor)
+        door = doors.get(ops.name)
+        return door.compress(self, tensor) if door else encode_locally(self, ops, tensor)
+
+    @_ClassOrInstance
+    def decompress(self: Compressor, payload: Any, ctx: Any) -> Any:
+        """The reverse of `compress`; with `ctx` None `payload` is a finished result and is returned as it is."""
+        if ctx is None:
+            return payload
+        door = doors.get(ops_for(payload).name)
+        return door.decompress(self, payload, ctx) if door else decode_locally(self, payload, ctx)
+
+    # -- looks ------------------------------------------------------------------------------------------------------
+
+    def __rshift__(self, code: object) -> Compressor:
+        raise UnsupportedError(f"{self} does not select values, so nothing can be coded after it with >>")
+
+    def __str__(self) -> str:
+        return call_spec(self)
+
+
+def call_spec(part: Compressor | Memory) -> str:
+    """The spec of a dataclass: its name, and the fields that differ from their defaults."""
+    changed = []
+    # The options that all compressors share stand last, as they do in a call.
+    for item in sorted(fields(part), key=lambda each: bool(each.kw_only)):
+        value = getattr(part, item.name)
+        if value != item.default:
+            text = call_spec(value) if isinstance(value, Memory) else repr(value)
+            changed.append(f"{item.name}={text}")
+    return f"{part.spec_name}({', '.join(changed)})" if changed else part.spec_name
+
+
+@dataclass(frozen=True)
+class LocalContext:
+    """What `decompress` needs to give back a tensor as it came in."""
+
+    size: int
+    shape: tuple[int, ...]
+
+
+def encode_locally(compressor: Compressor, ops: Ops, tensor: Array) -> tuple[Array, LocalContext]:
+    """`compress` without workers: the frame of one tensor, and its context."""
+    x = ops.copy(ops.flat32(tensor))
+    require_finite(ops, x)
+    frame, _ = compressor.encode(ops, x, Context())
+    return frame, LocalContext(len(x), tuple(tensor.shape))
+
+
+def decode_locally(compressor: Compressor, frame: Array, ctx: LocalContext) -> Array:
+    """`decompress` without workers: float32 in the shape that was compressed."""
+    ops = ops_for(frame)
+    reader = Reader(ops, frame)
+    x = compressor.decode_add(ops, reader, ops.zeros(ctx.size, "float32", frame))
+    reader.end()
+    return x.reshape(ctx.shape)
+
+
+def require_finite(ops: Ops, x: Array) -> None:
+    """Refuse NaN and infinity.
+
+    Raises:
+        NonFiniteError: there is one.
+    """
+    if not ops.all_finite(x):
+        raise NonFiniteError(
+            f"the tensor of {len(x)} elements holds NaN or infinity (as float32) and cannot be compressed; "
+            "an optimizer passes such a step on as NaN, so that loss scaling can skip it"
+        )

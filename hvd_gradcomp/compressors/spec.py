@@ -1,0 +1,105 @@
+"""Spec strings: `topk(ratio=0.01) >> int8` to a compressor, the reverse of `str(compressor)`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+from hvd_gradcomp.compressors.base import Compressor
+from hvd_gradcomp.compressors.cast import BF16, FP16, NoCompression
+from hvd_gradcomp.compressors.int8 import Int8
+from hvd_gradcomp.compressors.topk import TopK, TopKInt8
+from hvd_gradcomp.errors import ConfigurationError
+from hvd_gradcomp.feedback import ErrorFeedback, Memory, NoMemory
+
+_COMPRESSORS: dict[str, Callable[..., Compressor]] = {
+    "none": NoCompression,
+    "fp16": FP16,
+    "bf16": BF16,
+    "int8": Int8,
+    "topk": TopK,
+    "topk_int8": TopKInt8,
+}
+_MEMORIES: dict[str, Callable[..., Memory]] = {"none": NoMemory, "ef": ErrorFeedback}
+
+
+def register_spec(name: str, factory: Callable[..., Compressor]) -> None:
+    """Let specs use `name` for a compressor of your own; `factory` takes the arguments between the parentheses.
+
+    Raises:
+        ConfigurationError: `name` is no Python identifier, or is taken by another factory.
+    """
+    if not name.isidentifier():
+        raise ConfigurationError(f"a spec name must be an identifier such as 'my_topk', got {name!r}")
+    if _COMPRESSORS.setdefault(name, factory) is not factory:
+        raise ConfigurationError(f"the spec name {name!r} is taken by {_COMPRESSORS[name]!r}; choose another")
+
+
+def compression_from_spec(spec: str) -> Compressor:
+    """The compressor that `spec` describes.
+
+    Args:
+        spec: names of compressors with their arguments, joined by `>>`; a hyphen in a name counts as an underscore.
+            Examples: "none", "fp16", "topk-int8", "topk(ratio=0.001) >> int8", "topk(ratio=0.01, memory=none)".
+
+    Raises:
+        ConfigurationError: the spec does not parse, or names what does not exist, or an argument is out of range.
+    """
+    text = spec.strip()
+    # A lone name may be written as on a command line; inside a longer spec a hyphen could be a minus.
+    if text.replace("-", "_").isidentifier():
+        text = text.replace("-", "_")
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except SyntaxError as error:
+        raise ConfigurationError(f"{_bad(spec)}: {error.msg} at column {error.offset}; {_EXAMPLES}") from None
+    return _compressor(tree, spec)
+
+
+_EXAMPLES = "examples: 'topk-int8', 'topk(ratio=0.001) >> int8', 'fp16', 'none'"
+
+
+def _bad(spec: str) -> str:
+    return f"cannot read the compression spec {spec!r}"
+
+
+def _compressor(tree: ast.expr, spec: str) -> Compressor:
+    if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.RShift):
+        return _compressor(tree.left, spec) >> _compressor(tree.right, spec)
+    return _call(tree, _COMPRESSORS, "compressor", spec)
+
+
+def _call(tree: ast.expr, known: dict[str, Callable[..., Any]], kind: str, spec: str) -> Any:
+    """The object for `name` or `name(argument, key=argument, ...)`."""
+    call = tree if isinstance(tree, ast.Call) else ast.Call(func=tree, args=[], keywords=[])
+    if not isinstance(call.func, ast.Name):
+        raise ConfigurationError(
+            f"{_bad(spec)}: expected the name of a {kind}, found {ast.unparse(tree)!r}; {_EXAMPLES}"
+        )
+    if call.func.id not in known:
+        raise ConfigurationError(
+            f"{_bad(spec)}: no {kind} is called {call.func.id!r}; known: {', '.join(sorted(known))}"
+        )
+    arguments = [_value(each, spec) for each in call.args]
+    options: dict[str, Any] = {}
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            raise ConfigurationError(f"{_bad(spec)}: '**' has no meaning here; {_EXAMPLES}")
+        is_memory = keyword.arg == "memory"
+        options[keyword.arg] = (
+            _call(keyword.value, _MEMORIES, "memory", spec) if is_memory else _value(keyword.value, spec)
+        )
+    try:
+        return known[call.func.id](*arguments, **options)
+    except TypeError as error:
+        raise ConfigurationError(f"{_bad(spec)}: {call.func.id} does not take these arguments: {error}") from None
+
+
+def _value(tree: ast.expr, spec: str) -> Any:
+    try:
+        return ast.literal_eval(tree)
+    except ValueError:
+        raise ConfigurationError(
+            f"{_bad(spec)}: {ast.unparse(tree)!r} is no plain value such as 0.01 or True"
+        ) from None

@@ -1,0 +1,73 @@
+"""Buckets: which parameters share a payload. A pure plan, the same on all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+# Large enough that a collective's fixed cost does not show, small enough to overlap with the backward pass.
+BUCKET_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter to exchange: its name, number of elements, and the format ("float32", ...) of its gradient."""
+
+    name: str
+    size: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that are exchanged together, as soon as the gradients of all are there.
+
+    The bucket is called after its first parameter, so its collective has a name that Horovod users know from their
+    model, and a worker that sends that parameter uncompressed gets Horovod's own mismatch error at once.
+    """
+
+    index: int
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the collective."""
+        return self.parameters[0].name
+
+    @property
+    def size(self) -> int:
+        """Number of gradient elements."""
+        return sum(parameter.size for parameter in self.parameters)
+
+
+def plan_buckets(
+    parameters: Sequence[Parameter],
+    bucket_bytes: int = BUCKET_BYTES,
+    groups: Iterable[Iterable[str]] | None = None,
+) -> tuple[Bucket, ...]:
+    """Deal the parameters into buckets.
+
+    Args:
+        parameters: in the order of the model; buckets are filled from its end, where gradients are ready first.
+        bucket_bytes: a bucket is closed before it would exceed this many bytes of float32 gradient.
+        groups: names that the user wants exchanged together; each group becomes a bucket, whatever its size, and a
+            parameter in none becomes one of its own.
+    """
+    parts: list[list[Parameter]] = []
+    if groups is not None:
+        by_name = {parameter.name: parameter for parameter in parameters}
+        parts += [[by_name.pop(name) for name in group if name in by_name] for group in groups]
+        parts += [[parameter] for parameter in by_name.values()]
+        return _numbered(parts)
+    filled = bucket_bytes
+    for parameter in reversed(parameters):
+        if filled + 4 * parameter.size > bucket_bytes:
+            parts.append([])
+            filled = 0
+        parts[-1].append(parameter)
+        filled += 4 * parameter.size
+    return _numbered(parts)
+
+
+def _numbered(parts: list[list[Parameter]]) -> tuple[Bucket, ...]:
+    return tuple(Bucket(index, tuple(part)) for index, part in enumerate(part for part in parts if part))

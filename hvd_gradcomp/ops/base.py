@@ -1,0 +1,192 @@
+"""The array primitives that every backend provides, and what can be said once in terms of them.
+
+Arrays are flat (one dimension) unless a method says otherwise. Arithmetic (`+ - * /`), comparisons and slicing are
+used directly on arrays; everything that frameworks spell differently is a method here. All integer work is done in
+int64, so that no backend needs unsigned types; all rounding is IEEE, so that every backend gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+# An array of any backend. The backends share no base class that a type checker could name.
+Array = Any
+
+#: The float formats that can travel, with their size in bytes.
+FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class Ops(ABC):
+    """Primitives over the arrays of one framework."""
+
+    name: str
+
+    # -- making and converting ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def flat32(self, x: Array) -> Array:
+        """`x` of any shape and float dtype as a flat contiguous float32 array; no copy where it is one already."""
+
+    @abstractmethod
+    def zeros(self, count: int, dtype: str, like: Array) -> Array:
+        """`count` zeros of `dtype` ("float32", "int64", "uint8") on the device of `like`."""
+
+    @abstractmethod
+    def arange(self, count: int, like: Array) -> Array:
+        """0 ... count-1, int64, on the device of `like`."""
+
+    @abstractmethod
+    def cast(self, x: Array, dtype: str) -> Array:
+        """`x` converted to `dtype` ("float32", "int64", "uint8", "int8")."""
+
+    @abstractmethod
+    def bytes_of(self, x: Array) -> Array:
+        """The memory of a float32, int8 or uint8 array as a uint8 array, little endian."""
+
+    @abstractmethod
+    def from_bytes(self, data: Array, dtype: str) -> Array:
+        """The reverse of `bytes_of`; `len(data)` must be a multiple of the item size. May share memory with `data`."""
+
+    @abstractmethod
+    def pack_float(self, x: Array, kind: str) -> Array:
+        """float32 values rounded to nearest even in format `kind` (a key of FLOAT_BYTES), as uint8."""
+
+    @abstractmethod
+    def unpack_float(self, data: Array, kind: str) -> Array:
+        """The reverse of `pack_float`: float32 values from the bytes of format `kind`."""
+
+    @abstractmethod
+    def to_host(self, data: Array) -> bytes:
+        """A uint8 array as bytes in host memory."""
+
+    @abstractmethod
+    def from_host(self, data: bytes, like: Array) -> Array:
+        """Bytes as a uint8 array on the device of `like`."""
+
+    # -- choosing and placing -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def nonzero(self, mask: Array) -> Array:
+        """The positions at which a bool array is true, ascending, int64."""
+
+    @abstractmethod
+    def take(self, x: Array, positions: Array) -> Array:
+        """`x[positions]`."""
+
+    @abstractmethod
+    def put(self, x: Array, positions: Array, values: Array) -> Array:
+        """`x` with `x[positions] = values`; may change `x` in place. Positions must be distinct."""
+
+    @abstractmethod
+    def put_add(self, x: Array, positions: Array, values: Array) -> Array:
+        """`x` with `x[positions] += values`; may change `x` in place. Positions must be distinct."""
+
+    @abstractmethod
+    def accumulate(self, x: Array, y: Array) -> Array:
+        """`x + y`; may change `x` in place."""
+
+    @abstractmethod
+    def divide(self, x: Array, divisor: int) -> Array:
+        """float32 values divided by `divisor`; may change `x` in place."""
+
+    @abstractmethod
+    def clear(self, x: Array) -> Array:
+        """Zeros in the shape of `x`; may reuse its memory."""
+
+    @abstractmethod
+    def concat(self, parts: Sequence[Array]) -> Array:
+        """The parts one after another; at least one part, all of one dtype."""
+
+    @abstractmethod
+    def copy(self, x: Array) -> Array:
+        """The same values in memory of their own."""
+
+    @abstractmethod
+    def where(self, mask: Array, x: Array, y: Array | float) -> Array:
+        """`x` where `mask` is true, else `y`."""
+
+    # -- arithmetic -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def abs(self, x: Array) -> Array:
+        """The absolute values."""
+
+    @abstractmethod
+    def round(self, x: Array) -> Array:
+        """float32 values rounded to the nearest integer, halves to even."""
+
+    @abstractmethod
+    def clip(self, x: Array, low: float, high: float) -> Array:
+        """Values limited to [low, high]."""
+
+    @abstractmethod
+    def kth_largest(self, x: Array, k: int) -> float:
+        """The k-th largest value (k = 1 is the maximum), 1 <= k <= len(x)."""
+
+    @abstractmethod
+    def row_max(self, x: Array, columns: int) -> Array:
+        """The maxima of the rows of `x` seen as a (len(x) / columns, columns) matrix."""
+
+    @abstractmethod
+    def repeat(self, x: Array, times: int) -> Array:
+        """Each element `times` times in a row."""
+
+    @abstractmethod
+    def cumsum(self, x: Array) -> Array:
+        """Inclusive running sums of int64 values."""
+
+    @abstractmethod
+    def total(self, x: Array) -> int:
+        """The sum of int64 (or bool) values as a Python int."""
+
+    @abstractmethod
+    def all_finite(self, x: Array) -> bool:
+        """Whether no value is NaN or infinite."""
+
+    # -- bits -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def shift_right(self, x: Array, bits: int) -> Array:
+        """int64 values >= 0 divided by 2**bits, rounding down."""
+
+    @abstractmethod
+    def bit_and(self, x: Array, mask: int) -> Array:
+        """int64 values with all bits outside `mask` cleared."""
+
+    @abstractmethod
+    def pack_bits(self, bits: Array) -> Array:
+        """0/1 values (uint8), eight to a byte, first value in the lowest bit, zero padded, as uint8."""
+
+    @abstractmethod
+    def unpack_bits(self, data: Array, count: int) -> Array:
+        """The first `count` bits of uint8 `data`, lowest bit first, as 0/1 in uint8."""
+
+    @abstractmethod
+    def pack_uint(self, x: Array, width: int) -> Array:
+        """int64 values in [0, 2**width), `width` bits each, lowest bit first, zero padded to a byte, as uint8."""
+
+    @abstractmethod
+    def unpack_uint(self, data: Array, width: int, count: int) -> Array:
+        """The reverse of `pack_uint`: `count` int64 values."""
+
+    @abstractmethod
+    def checksum(self, data: Array) -> int:
+        """The sum of (2i + 1) * word_i modulo 2**32 over the little-endian 32-bit words of uint8 `data`.
+
+        `len(data)` must be a multiple of 4. The weights are odd, so that no change within one word goes unseen.
+        """
+
+    # -- said once ------------------------------------------------------------------------------------------------
+
+    def pad(self, data: Array, multiple: int) -> Array:
+        """`data` followed by zeros up to a length divisible by `multiple`."""
+        missing = -len(data) % multiple
+        if not missing:
+            return data
+        return self.concat([data, self.zeros(missing, self.dtype_of(data), data)])
+
+    @abstractmethod
+    def dtype_of(self, x: Array) -> str:
+        """The dtype's plain name, such as "float32"."""

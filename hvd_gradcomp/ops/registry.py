@@ -1,0 +1,46 @@
+"""Finds the primitives for an array. A framework is imported only if one of its arrays is at hand (or asked for)."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+
+from hvd_gradcomp.errors import UnsupportedError
+from hvd_gradcomp.ops.base import Array, Ops
+
+# Top-level module of an array's class -> where its primitives live.
+_BACKENDS = {
+    "numpy": ("hvd_gradcomp.ops.numpy_ops", "NumpyOps"),
+    "torch": ("hvd_gradcomp.ops.torch_ops", "TorchOps"),
+}
+
+
+@cache
+def backend(name: str) -> Ops:
+    """The primitives called `name`: "numpy" or "torch".
+
+    Raises:
+        UnsupportedError: there is no backend of that name.
+    """
+    if name not in _BACKENDS:
+        raise UnsupportedError(f"no array primitives for {name!r}; known: {', '.join(sorted(_BACKENDS))}")
+    module, cls = _BACKENDS[name]
+    primitives: Ops = getattr(import_module(module), cls)()
+    return primitives
+
+
+def ops_for(array: Array) -> Ops:
+    """The primitives for the framework that `array` belongs to.
+
+    Raises:
+        UnsupportedError: the array belongs to no known framework.
+    """
+    # Subclasses (torch.nn.Parameter, user types) count as their first known base.
+    for cls in type(array).__mro__:
+        root = cls.__module__.partition(".")[0]
+        if root in _BACKENDS:
+            return backend(root)
+    raise UnsupportedError(
+        f"cannot compress a {type(array).__module__}.{type(array).__qualname__}; "
+        f"expected an array of one of: {', '.join(sorted(_BACKENDS))}"
+    )

@@ -1,0 +1,153 @@
+"""The primitives in torch operations: they run wherever the tensor lives, on CPU or GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hvd_gradcomp.ops.base import Array, Ops
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class TorchOps(Ops):
+    """Primitives over torch tensors; nothing here is recorded by autograd."""
+
+    name = "torch"
+
+    def flat32(self, x: Array) -> Array:
+        return x.detach().reshape(-1).to(torch.float32).contiguous()
+
+    def zeros(self, count: int, dtype: str, like: Array) -> Array:
+        return torch.zeros(count, dtype=_DTYPES[dtype], device=like.device)
+
+    def arange(self, count: int, like: Array) -> Array:
+        return torch.arange(count, dtype=torch.int64, device=like.device)
+
+    def cast(self, x: Array, dtype: str) -> Array:
+        return x.to(_DTYPES[dtype])
+
+    def bytes_of(self, x: Array) -> Array:
+        return x.contiguous().view(torch.uint8)
+
+    def from_bytes(self, data: Array, dtype: str) -> Array:
+        size = _DTYPES[dtype].itemsize
+        # A view needs a start aligned to the item: a slice out of a gathered buffer may not have one.
+        if data.storage_offset() % size or not data.is_contiguous():
+            data = data.clone()
+        return data.view(_DTYPES[dtype])
+
+    def pack_float(self, x: Array, kind: str) -> Array:
+        return x.to(_DTYPES[kind]).view(torch.uint8)
+
+    def unpack_float(self, data: Array, kind: str) -> Array:
+        return self.from_bytes(data, kind).to(torch.float32)
+
+    def to_host(self, data: Array) -> bytes:
+        return data.cpu().numpy().tobytes()
+
+    def from_host(self, data: bytes, like: Array) -> Array:
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(like.device)
+
+    def nonzero(self, mask: Array) -> Array:
+        return mask.nonzero().reshape(-1)
+
+    def take(self, x: Array, positions: Array) -> Array:
+        return x.index_select(0, positions)
+
+    def put(self, x: Array, positions: Array, values: Array) -> Array:
+        return x.index_copy_(0, positions, values)
+
+    def put_add(self, x: Array, positions: Array, values: Array) -> Array:
+        return x.index_add_(0, positions, values)
+
+    def accumulate(self, x: Array, y: Array) -> Array:
+        return x.add_(y)
+
+    def divide(self, x: Array, divisor: int) -> Array:
+        return x.div_(divisor)
+
+    def clear(self, x: Array) -> Array:
+        return x.zero_()
+
+    def concat(self, parts: Sequence[Array]) -> Array:
+        return torch.cat(list(parts))
+
+    def copy(self, x: Array) -> Array:
+        return x.clone()
+
+    def where(self, mask: Array, x: Array, y: Array | float) -> Array:
+        return torch.where(mask, x, y)
+
+    def abs(self, x: Array) -> Array:
+        return x.abs()
+
+    def round(self, x: Array) -> Array:
+        return x.round()
+
+    def clip(self, x: Array, low: float, high: float) -> Array:
+        return x.clamp(low, high)
+
+    def kth_largest(self, x: Array, k: int) -> float:
+        return float(torch.topk(x, k, sorted=False).values.min())
+
+    def row_max(self, x: Array, columns: int) -> Array:
+        return x.reshape(-1, columns).amax(dim=1)
+
+    def repeat(self, x: Array, times: int) -> Array:
+        return x.repeat_interleave(times)
+
+    def cumsum(self, x: Array) -> Array:
+        return x.cumsum(0)
+
+    def total(self, x: Array) -> int:
+        return int(x.sum())
+
+    def all_finite(self, x: Array) -> bool:
+        # One pass and no temporary: the largest magnitude is NaN or infinite exactly if some value is.
+        return not len(x) or bool(torch.linalg.vector_norm(x, float("inf")).isfinite())
+
+    def shift_right(self, x: Array, bits: int) -> Array:
+        return x >> bits
+
+    def bit_and(self, x: Array, mask: int) -> Array:
+        return x & mask
+
+    def pack_bits(self, bits: Array) -> Array:
+        octets = self.pad(bits, 8).view(-1, 8)
+        weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
+        return (octets * weights).sum(dim=1, dtype=torch.uint8)
+
+    def unpack_bits(self, data: Array, count: int) -> Array:
+        shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
+        return ((data.unsqueeze(1) >> shifts) & 1).reshape(-1)[:count]
+
+    def pack_uint(self, x: Array, width: int) -> Array:
+        if width == 0:
+            return self.zeros(0, "uint8", x)
+        shifts = torch.arange(width, dtype=torch.int64, device=x.device)
+        return self.pack_bits(((x.unsqueeze(1) >> shifts) & 1).to(torch.uint8).reshape(-1))
+
+    def unpack_uint(self, data: Array, width: int, count: int) -> Array:
+        if width == 0:
+            return self.zeros(count, "int64", data)
+        bits = self.unpack_bits(data, count * width).view(count, width).to(torch.int64)
+        return (bits << torch.arange(width, dtype=torch.int64, device=data.device)).sum(dim=1)
+
+    def checksum(self, data: Array) -> int:
+        words = self.from_bytes(data, "int32").to(torch.int64)
+        # Signed words differ from unsigned ones by a multiple of 2**32, which the final mask removes.
+        return int((words * (2 * self.arange(len(words), words) + 1)).sum()) & 0xFFFFFFFF
+
+    def dtype_of(self, x: Array) -> str:
+        return _NAMES[x.dtype]

@@ -1,0 +1,61 @@
+"""The door for PyTorch: compressors that `horovod.torch` accepts wherever it takes `compression=`.
+
+    import horovod.torch as hvd
+    from hvd_gradcomp.torch import TopKInt8
+    optimizer = hvd.DistributedOptimizer(optimizer, compression=TopKInt8)
+
+Importing this module registers the compressors with Horovod (see `register`); no file of Horovod is changed. Set
+HVD_GRADCOMP_REGISTER=0 to import it without, and use its own `DistributedOptimizer` instead.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hvd_gradcomp.compressors import (
+    BF16,
+    FP16,
+    Chain,
+    Compressor,
+    Int8,
+    NoCompression,
+    TopK,
+    TopKInt8,
+    compression_from_spec,
+    register_spec,
+)
+from hvd_gradcomp.errors import ConfigurationError, GradcompError, NonFiniteError, PayloadError, UnsupportedError
+from hvd_gradcomp.feedback import ErrorFeedback, NoMemory
+from hvd_gradcomp.torch.allreduce import Tokens
+from hvd_gradcomp.torch.checkpoint import load_residual_state_dict, residual_state_dict
+from hvd_gradcomp.torch.optimizer import DistributedOptimizer, counters, register, unregister
+
+__all__ = [
+    "BF16",
+    "FP16",
+    "Chain",
+    "Compressor",
+    "ConfigurationError",
+    "DistributedOptimizer",
+    "ErrorFeedback",
+    "GradcompError",
+    "Int8",
+    "NoCompression",
+    "NoMemory",
+    "NonFiniteError",
+    "PayloadError",
+    "TopK",
+    "TopKInt8",
+    "UnsupportedError",
+    "compression_from_spec",
+    "counters",
+    "load_residual_state_dict",
+    "register",
+    "register_spec",
+    "residual_state_dict",
+    "unregister",
+]
+
+Tokens.install()
+if os.environ.get("HVD_GRADCOMP_REGISTER", "1") != "0":
+    register()

@@ -1,0 +1,78 @@
+"""Horovod's collectives for PyTorch as the transport of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from horovod.common.exceptions import HorovodInternalError
+from horovod.torch import mpi_ops
+
+from hvd_gradcomp.collectives import Allgather, Allreduce, Request
+from hvd_gradcomp.errors import UnsupportedError
+
+_ADDS = {"float32": torch.float32, "float16": torch.float16}
+
+
+class HorovodTransport:
+    """Collectives among the workers of a Horovod process set."""
+
+    def __init__(self, process_set: hvd.ProcessSet) -> None:
+        self.process_set = process_set
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in the process set."""
+        return int(self.process_set.rank())
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The workers' ranks in the whole job."""
+        return tuple(self.process_set.ranks)
+
+    @property
+    def workers(self) -> int:
+        """The size of the process set."""
+        return int(self.process_set.size())
+
+    def adds(self, kind: str) -> bool:
+        """Horovod adds float32 and float16; it refuses bfloat16."""
+        return kind in _ADDS
+
+    def start(self, request: Request, name: str) -> Callable[[], torch.Tensor]:
+        """Begin a request; the handle is a function that waits for its result."""
+        if isinstance(request, Allgather):
+            handle = mpi_ops.allgather_async(request.payload, name=name, process_set=self.process_set)
+            return lambda: wait(handle)
+        if isinstance(request, Allreduce):
+            values = request.values.to(_ADDS[request.kind])
+            handle = mpi_ops.allreduce_async_(values, name=name, op=mpi_ops.Sum, process_set=self.process_set)
+            return lambda: wait(handle).to(torch.float32)
+        splits = torch.tensor(request.splits, dtype=torch.int32)
+        handle = mpi_ops.alltoall_async(request.payload, splits=splits, name=name, process_set=self.process_set)
+        return lambda: wait(handle)[0]
+
+    def wait(self, handle: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The result behind a handle of `start`."""
+        return handle()
+
+
+def wait(handle: int) -> Any:
+    """Horovod's `synchronize`, with a clearer word where a worker has called `hvd.join()`.
+
+    Raises:
+        UnsupportedError: a worker has joined.
+        HorovodInternalError: as Horovod raises it.
+    """
+    try:
+        return mpi_ops.synchronize(handle)
+    except HorovodInternalError as error:
+        if "Join" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"Horovod said: {error}. A worker called hvd.join() while others still exchange compressed gradients, and "
+            "a worker that has joined cannot take part in their allgather. Give every worker the same number of "
+            "batches (repeat or drop the last ones), or use compression=NoCompression or FP16, which join supports"
+        ) from error

@@ -1,0 +1,97 @@
+"""A payload: the frames of one bucket from one worker, and the header by which every receiver checks them."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvd_gradcomp.errors import ConfigurationError, PayloadError
+from hvd_gradcomp.ops import Array, Ops
+from hvd_gradcomp.wire.parts import Reader, write
+
+MAGIC = b"HG"
+VERSION = 1
+#: magic, version, flags, fingerprint of the configuration, bytes of the whole payload
+HEADER = struct.Struct("<2sBBII")
+CHECKSUM = struct.Struct("<I")
+_HEADER_BYTES = HEADER.size + CHECKSUM.size
+_NON_FINITE = 1
+
+
+@dataclass(frozen=True)
+class Received:
+    """One worker's payload after its checks: a reader over its frames, or word that its gradient was not finite."""
+
+    rank: int
+    frames: Reader
+    non_finite: bool
+
+
+def write_payload(ops: Ops, frames: Sequence[Array], fingerprint: int, like: Array, non_finite: bool = False) -> Array:
+    """The payload of `frames` (uint8 arrays), as uint8 on the device of `like`.
+
+    Args:
+        fingerprint: 32 bits that stand for the configuration; receivers compare it with their own.
+        non_finite: the gradient held NaN or infinity, and no frames are sent.
+    """
+    body = ops.concat(list(frames)) if frames else ops.zeros(0, "uint8", like)
+    flags = _NON_FINITE if non_finite else 0
+    header = HEADER.pack(MAGIC, VERSION, flags, fingerprint, _HEADER_BYTES + len(body))
+    checksum = CHECKSUM.pack(_checksum(ops, header, body))
+    return write(ops, like, header + checksum, body)
+
+
+def split_payloads(ops: Ops, gathered: Array, ranks: Sequence[int], fingerprint: int) -> list[Received]:
+    """The payloads of all workers out of their concatenation in rank order.
+
+    Args:
+        gathered: uint8, what an allgather of payloads returned.
+        ranks: the workers' ranks, by which messages call them.
+        fingerprint: of this worker's configuration.
+
+    Raises:
+        PayloadError: some rank's bytes are corrupt or of another format; the message names the rank.
+        ConfigurationError: some ranks sent a payload of another configuration; the message names them.
+    """
+    payloads: list[Received] = []
+    differing: list[int] = []
+    reader = Reader(ops, gathered)
+    for rank in ranks:
+        try:
+            found, received = _read_payload(reader, rank)
+        except PayloadError as error:
+            raise PayloadError(
+                f"rank {rank} sent a corrupt payload: {error}. All workers stop here, before a wrong gradient is used; "
+                "check that all run the same version of hvd_gradcomp, then the network and memory of that worker"
+            ) from None
+        if found != fingerprint:
+            differing.append(rank)
+        payloads.append(received)
+    if reader.left:
+        raise PayloadError(f"rank {ranks[-1]} sent {reader.left} bytes too many")
+    if differing:
+        raise ConfigurationError(
+            f"ranks {differing} sent gradients compressed with other settings than this worker's: "
+            "give every worker the same compression, parameters and Horovod options"
+        )
+    return payloads
+
+
+def _read_payload(reader: Reader, rank: int) -> tuple[int, Received]:
+    ops = reader.ops
+    head = ops.to_host(reader.bytes(_HEADER_BYTES))
+    magic, version, flags, fingerprint, length = HEADER.unpack(head[: HEADER.size])
+    if magic != MAGIC:
+        raise PayloadError(f"it begins with {magic!r} instead of {MAGIC!r}")
+    if version != VERSION:
+        raise PayloadError(f"it has format version {version}, this is version {VERSION}")
+    body = reader.bytes(length - _HEADER_BYTES)
+    if len(body) % 4 or CHECKSUM.unpack(head[HEADER.size :])[0] != _checksum(ops, head[: HEADER.size], body):
+        raise PayloadError("its checksum does not match")
+    return fingerprint, Received(rank, Reader(ops, body), bool(flags & _NON_FINITE))
+
+
+def _checksum(ops: Ops, header: bytes, body: Array) -> int:
+    return (zlib.crc32(header) + (ops.checksum(body) if len(body) else 0)) & 0xFFFFFFFF
