@@ -2,20 +2,22 @@
 # Make the virtual environment .venv ready: pinned frameworks, Horovod, and this package in editable form.
 # Safe to repeat: what it was made from is written down at the end, and while that stays the same it returns at once.
 #
-# Variables: PYTHON (the interpreter to start from), TORCH (the requirement for torch, such as torch==2.13.0+cu126,
-# wherever pip finds it), HOROVOD_* (options of Horovod's build; HOROVOD_GPU_OPERATIONS also asks for torch's GPU build).
+# Variables: PYTHON (the interpreter to start from), EXTRAS (of this package; without "tensorflow" there is none), TORCH
+# (the requirement for torch, such as torch==2.13.0+cu126, wherever pip finds it), HOROVOD_* (options of Horovod's build;
+# HOROVOD_GPU_OPERATIONS also asks for the frameworks' GPU builds).
 # What this script does not do: run anything, or install for use elsewhere (for that: pip install hvd_gradcomp).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv=${VENV:-.venv}
 stamp=$venv/ready
+extras=${EXTRAS:-torch,tensorflow,examples,dev}
 say() { echo "environment: $*"; }
 
 ingredients() {
     cat constraints.txt setup.cfg pyproject.toml scripts/environment.sh scripts/build_horovod.py
     # The editable install names this folder: a clone that was moved or copied is made anew.
-    echo "$PWD ${PYTHON:-} ${TORCH:-}"
+    echo "$PWD ${PYTHON:-} ${TORCH:-} $extras"
     command -v mpicxx || true
     env | grep '^HOROVOD_' | sort || true
 }
@@ -45,6 +47,11 @@ pip=(python -m pip install --quiet --no-input -c constraints.txt)
 say "installing the build tools and frameworks of constraints.txt"
 "${pip[@]}" setuptools wheel cmake ninja packaging
 
+gpu=no
+if [ -n "${HOROVOD_GPU_OPERATIONS:-}" ] || [ "$(uname -m)" != x86_64 ]; then
+    gpu=yes # or another kind of processor, for which there is one build only, under the plain name
+fi
+
 # PyPI's torch for Linux on x86-64 is the CUDA build, with gigabytes of libraries that a machine without a GPU never
 # loads. The CPU build comes from whatever index pip is set up with, or else from PyTorch's own.
 tested=$(sed -n 's/^torch==//p' constraints.txt)
@@ -53,18 +60,21 @@ if [ -n "${TORCH:-}" ]; then
     "${pip[@]}" "$TORCH"
 elif [ "$present" = "$tested" ]; then
     say "torch $present is there already"
-elif [ -n "${HOROVOD_GPU_OPERATIONS:-}" ] || [ "$(uname -m)" != x86_64 ]; then
+elif [ $gpu = yes ]; then
     "${pip[@]}" torch
 else
     "${pip[@]}" "torch==$tested+cpu" 2>/dev/null ||
         "${pip[@]}" --extra-index-url https://download.pytorch.org/whl/cpu "torch==$tested+cpu"
 fi
-"${pip[@]}" tensorflow-cpu
+case ,$extras, in
+    *,tensorflow,*)
+        if [ $gpu = yes ]; then "${pip[@]}" tensorflow; else "${pip[@]}" tensorflow-cpu; fi
+        ;;
+esac
 
 python scripts/build_horovod.py --constraints constraints.txt
 
 # mpi4py needs an MPI library to be of any use.
-extras=torch,tensorflow,dev
 if command -v mpirun >/dev/null; then
     extras=$extras,mpi
 fi
