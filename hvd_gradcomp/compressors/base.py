@@ -5,7 +5,7 @@ State (residuals, seeds) lives in the engine, never here, so one compressor may 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, overload
 
@@ -26,12 +26,14 @@ class Context:
         workers: how many workers exchange.
         name: the parameter's name, the same on all workers.
         step: how many exchanges this parameter has had, the same on all workers.
+        candidates: what `ops.correct` found in the vector to compress when asked for the compressor's `wanted(size)`.
     """
 
     rank: int = 0
     workers: int = 1
     name: str = ""
     step: int = 0
+    candidates: object = field(default=None, compare=False, repr=False)
 
 
 class Door(Protocol):
@@ -122,6 +124,21 @@ class Compressor:
             PayloadError: the frame is not one that this compressor could have written for n elements.
         """
         raise NotImplementedError
+
+    def decode_mean(self, ops: Ops, frames: Sequence[Reader], out: Array, divisor: int) -> Array | None:
+        """The sum of what the next frame of each reader decodes to, divided by `divisor`, in one pass over `out`.
+
+        Args:
+            out: float32, shape (n,), to be overwritten.
+
+        Returns:
+            None where there is no such way, or the bytes are wrong: `decode_add` tells which, frame by frame.
+        """
+        return None
+
+    def wanted(self, size: int) -> int:
+        """How many of the largest magnitudes of a tensor of `size` elements `encode` will ask for; 0 for none."""
+        return 0
 
     def summands(self, ops: Ops, x: Array, context: Context) -> tuple[Array, Array]:
         """What to add over the workers (float32, exact in `sum_kind`, shape (m,)), and the residual (shape (n,))."""

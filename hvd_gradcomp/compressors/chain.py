@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -30,7 +31,17 @@ class ValueCode(Compressor):
         """Bits a value, everything included."""
         raise NotImplementedError
 
+    def encode_at_once(self, ops: Ops, x: Array, positions: Array | None) -> Array | None:
+        """The frame of the values of `x` at `positions` (None: all), with the residual left in `x`, by one kernel.
+
+        None, with `x` unchanged, where there is no such kernel.
+        """
+        return None
+
     def encode(self, ops: Ops, x: Array, context: Context) -> tuple[Array, Array]:
+        at_once = self.encode_at_once(ops, x, None)
+        if at_once is not None:
+            return at_once, x
         coded, decoded = self.encode_values(ops, x, context)
         return (
             write_frame(ops, SPARSE_FRAME, len(x), len(x), encode_positions(ops, None, len(x), x), coded),
@@ -39,6 +50,9 @@ class ValueCode(Compressor):
 
     def decode_add(self, ops: Ops, frames: Reader, out: Array) -> Array:
         return decode_sparse(ops, frames, out)
+
+    def decode_mean(self, ops: Ops, frames: Sequence[Reader], out: Array, divisor: int) -> Array | None:
+        return mean_sparse(ops, frames, out, divisor)
 
     def expected_bytes(self, size: int) -> float:
         return self.bits() * size / 8
@@ -69,6 +83,9 @@ class Sparsifier(Compressor):
     def decode_add(self, ops: Ops, frames: Reader, out: Array) -> Array:
         return decode_sparse(ops, frames, out)
 
+    def decode_mean(self, ops: Ops, frames: Sequence[Reader], out: Array, divisor: int) -> Array | None:
+        return mean_sparse(ops, frames, out, divisor)
+
     def expected_bytes(self, size: int) -> float:
         return expected_sparse_bytes(self.kept(size), size, 32)
 
@@ -92,11 +109,17 @@ class Chain(Compressor):
         object.__setattr__(self, "dense_below", self.sparsifier.dense_below)
         super().__post_init__()
 
+    def wanted(self, size: int) -> int:
+        return self.sparsifier.wanted(size)
+
     def encode(self, ops: Ops, x: Array, context: Context) -> tuple[Array, Array]:
         return encode_sparse(ops, x, self.sparsifier.select(ops, x, context), self.code, context)
 
     def decode_add(self, ops: Ops, frames: Reader, out: Array) -> Array:
         return decode_sparse(ops, frames, out)
+
+    def decode_mean(self, ops: Ops, frames: Sequence[Reader], out: Array, divisor: int) -> Array | None:
+        return mean_sparse(ops, frames, out, divisor)
 
     def expected_bytes(self, size: int) -> float:
         return expected_sparse_bytes(self.sparsifier.kept(size), size, self.code.bits())
@@ -109,6 +132,9 @@ def encode_sparse(
     ops: Ops, x: Array, positions: Array, code: ValueCode | None, context: Context
 ) -> tuple[Array, Array]:
     """The frame of the values of `x` at `positions`, and the residual, made in the memory of `x`."""
+    at_once = code.encode_at_once(ops, x, positions) if code else None
+    if at_once is not None:
+        return at_once, x
     size = len(x)
     values = ops.take(x, positions)
     if code is None:
@@ -122,11 +148,25 @@ def encode_sparse(
 
 def decode_sparse(ops: Ops, frames: Reader, out: Array) -> Array:
     """Add the values of the next frame onto `out` (float32) at their positions; the reverse of `encode_sparse`."""
+    end = ops.decode_add(frames.data, frames.position, out)
+    if end is not None:
+        frames.position = end
+        return out
     body, count = read_frame(frames, SPARSE_FRAME, len(out))
     positions = decode_positions(body, len(out), count)
     values = decode_values(body, count)
     body.end()
     return ops.accumulate(out, values) if positions is None else ops.put_add(out, positions, values)
+
+
+def mean_sparse(ops: Ops, frames: Sequence[Reader], out: Array, divisor: int) -> Array | None:
+    """The frames of all workers added and divided at once; see `Compressor.decode_mean`."""
+    ends = ops.decode_mean([(each.data, each.position) for each in frames], out, divisor)
+    if ends is None:
+        return None
+    for each, end in zip(frames, ends, strict=True):
+        each.position = end
+    return out
 
 
 def expected_sparse_bytes(kept: float, size: int, value_bits: float) -> float:

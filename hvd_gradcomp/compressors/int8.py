@@ -44,7 +44,13 @@ class Int8(ValueCode):
     def bits(self) -> float:
         return 8 + 32 / self.block
 
+    def encode_at_once(self, ops: Ops, x: Array, positions: Array | None) -> Array | None:
+        return ops.encode_sparse8(x, positions, self.block)
+
     def encode_values(self, ops: Ops, values: Array, context: Context) -> tuple[Array, Array]:
+        at_once = ops.encode_linear8(values, self.block)
+        if at_once is not None:
+            return at_once
         count = len(values)
         # A block longer than the values needs no padding up to its full length.
         width = min(self.block, max(count, 1))

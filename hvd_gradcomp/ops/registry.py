@@ -6,12 +6,13 @@ from functools import cache
 from importlib import import_module
 
 from hvd_gradcomp.errors import UnsupportedError
+from hvd_gradcomp.ops import native
 from hvd_gradcomp.ops.base import Array, Ops
 
-# Top-level module of an array's class -> where its primitives live.
+# Top-level module of an array's class -> where its primitives live, and their class without and with native kernels.
 _BACKENDS = {
-    "numpy": ("hvd_gradcomp.ops.numpy_ops", "NumpyOps"),
-    "torch": ("hvd_gradcomp.ops.torch_ops", "TorchOps"),
+    "numpy": ("hvd_gradcomp.ops.numpy_ops", "NumpyOps", "NativeNumpyOps"),
+    "torch": ("hvd_gradcomp.ops.torch_ops", "TorchOps", "NativeTorchOps"),
 }
 
 
@@ -24,8 +25,8 @@ def backend(name: str) -> Ops:
     """
     if name not in _BACKENDS:
         raise UnsupportedError(f"no array primitives for {name!r}; known: {', '.join(sorted(_BACKENDS))}")
-    module, cls = _BACKENDS[name]
-    primitives: Ops = getattr(import_module(module), cls)()
+    module, plain, with_kernels = _BACKENDS[name]
+    primitives: Ops = getattr(import_module(module), with_kernels if native.available() else plain)()
     return primitives
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hvd_gradcomp.ops.base import Array, Ops
+from hvd_gradcomp.ops.native.kernels import NativeKernels
 
 _DTYPES = {
     "float32": torch.float32,
@@ -151,3 +152,16 @@ class TorchOps(Ops):
 
     def dtype_of(self, x: Array) -> str:
         return _NAMES[x.dtype]
+
+
+class NativeTorchOps(NativeKernels, TorchOps):
+    """The same, by the native kernels for tensors on the CPU."""
+
+    def reachable(self, x: Array, dtype: str) -> bool:
+        return x.dtype is _DTYPES[dtype] and x.is_cpu and x.is_contiguous()
+
+    def address(self, x: Array) -> int:
+        return int(x.data_ptr())
+
+    def room(self, count: int, dtype: str, like: Array) -> Array:
+        return torch.empty(count, dtype=_DTYPES[dtype], device=like.device)
