@@ -11,7 +11,7 @@ from hvd_gradcomp.compressors.cast import BF16, FP16, NoCompression
 from hvd_gradcomp.compressors.int8 import Int8
 from hvd_gradcomp.compressors.topk import TopK, TopKInt8
 from hvd_gradcomp.errors import ConfigurationError
-from hvd_gradcomp.feedback import ErrorFeedback, Memory, NoMemory
+from hvd_gradcomp.feedback import ErrorFeedback, Memory, Momentum, MomentumCorrection, NoMemory
 
 _COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "none": NoCompression,
@@ -21,7 +21,12 @@ _COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "topk": TopK,
     "topk_int8": TopKInt8,
 }
-_MEMORIES: dict[str, Callable[..., Memory]] = {"none": NoMemory, "ef": ErrorFeedback}
+_MEMORIES: dict[str, Callable[..., Memory]] = {
+    "none": NoMemory,
+    "ef": ErrorFeedback,
+    "dgc": MomentumCorrection,
+    "momentum": Momentum,
+}
 
 
 def register_spec(name: str, factory: Callable[..., Compressor]) -> None:
@@ -97,6 +102,9 @@ def _call(tree: ast.expr, known: dict[str, Callable[..., Any]], kind: str, spec:
 
 
 def _value(tree: ast.expr, spec: str) -> Any:
+    if isinstance(tree, ast.Name):
+        # A word, such as in granularity=bucket.
+        return tree.id
     try:
         return ast.literal_eval(tree)
     except ValueError:
