@@ -5,6 +5,7 @@ State (residuals, seeds) lives in the engine, never here, so one compressor may 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, overload
@@ -32,6 +33,19 @@ class Context:
     workers: int = 1
     name: str = ""
     step: int = 0
+
+    def key(self, seed: int) -> int:
+        """64 bits for `Ops.uniform`: draws of this worker's own, new at every step."""
+        return _hash(seed, self.name, self.step, self.rank)
+
+    def shared_key(self, seed: int) -> int:
+        """64 bits for `Ops.uniform`: draws that all workers make alike, new at every step."""
+        return _hash(seed, self.name, self.step)
+
+
+def _hash(*parts: object) -> int:
+    # Python's own hash differs between processes.
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
 class Door(Protocol):
