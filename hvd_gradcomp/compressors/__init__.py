@@ -4,6 +4,7 @@ from hvd_gradcomp.compressors.base import Compressor, Context
 from hvd_gradcomp.compressors.cast import BF16, FP16, NoCompression
 from hvd_gradcomp.compressors.chain import Chain, Sparsifier, ValueCode
 from hvd_gradcomp.compressors.int8 import Int8
+from hvd_gradcomp.compressors.linear import Linear
 from hvd_gradcomp.compressors.spec import compression_from_spec, register_spec
 from hvd_gradcomp.compressors.topk import TopK, TopKInt8
 
@@ -14,6 +15,7 @@ __all__ = [
     "Compressor",
     "Context",
     "Int8",
+    "Linear",
     "NoCompression",
     "Sparsifier",
     "TopK",

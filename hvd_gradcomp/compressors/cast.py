@@ -25,7 +25,7 @@ class NoCompression(ValueCode):
 
     memory: Memory = field(default=NoMemory(), kw_only=True)
 
-    def bits(self) -> float:
+    def value_bits(self) -> float:
         return 32
 
     def encode_values(self, ops: Ops, values: Array, context: Context) -> tuple[Array, Array]:
@@ -42,7 +42,7 @@ class _Cast(ValueCode):
 
     meets: ClassVar[str] = "sum"
 
-    def bits(self) -> float:
+    def value_bits(self) -> float:
         return 8.0 * FLOAT_BYTES[self.sum_kind]
 
     def encode_values(self, ops: Ops, values: Array, context: Context) -> tuple[Array, Array]:

@@ -9,6 +9,7 @@ from typing import Any
 from hvd_gradcomp.compressors.base import Compressor
 from hvd_gradcomp.compressors.cast import BF16, FP16, NoCompression
 from hvd_gradcomp.compressors.int8 import Int8
+from hvd_gradcomp.compressors.linear import Linear
 from hvd_gradcomp.compressors.topk import TopK, TopKInt8
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.feedback import ErrorFeedback, Memory, NoMemory
@@ -18,6 +19,7 @@ _COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "fp16": FP16,
     "bf16": BF16,
     "int8": Int8,
+    "linear": Linear,
     "topk": TopK,
     "topk_int8": TopKInt8,
 }
