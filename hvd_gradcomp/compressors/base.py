@@ -217,9 +217,7 @@ class Compressor:
         """
         return None
 
-    def exchange(
-        self, ops: Ops, items: Sequence[Item], transport: Transport
-    ) -> Exchange[list[Sent] | None]:
+    def exchange(self, ops: Ops, items: Sequence[Item], transport: Transport) -> Exchange[list[Sent] | None]:
         """The exchange of the tensors of one bucket, for `meets = "own"`: yields requests, receives their results.
 
         All workers must yield the same kinds and sizes of requests in the same order, whatever their values are; so

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -20,13 +21,28 @@ SPARSE_FRAME = 1
 
 @dataclass(frozen=True)
 class ValueCode(Compressor):
-    """Base of the codes for values. Alone, a value code compresses every value of the tensor."""
+    """Base of the codes for values. Alone, a value code compresses every value of the tensor.
+
+    A subclass gives `encode_values` and `value_bits`, and, where its bytes are none of this package's formats
+    (`wire.codes`), `decode_values` as well.
+    """
 
     def encode_values(self, ops: Ops, values: Array, context: Context) -> tuple[Array, Array]:
-        """The bytes (uint8) for float32 `values` (count,), and the float32 values (count,) they decode to."""
+        """The bytes (uint8) for float32 `values` (count,), and the float32 values (count,) they decode to.
+
+        `count` may be zero: a sparsifier need not select anything.
+        """
         raise NotImplementedError
 
-    def bits(self) -> float:
+    def decode_values(self, reader: Reader, count: int) -> Array:
+        """The float32 values (count,) behind the bytes that `encode_values` gave, which come next in `reader`.
+
+        Raises:
+            PayloadError: the bytes are not what `encode_values` could have given.
+        """
+        return decode_values(reader, count)
+
+    def value_bits(self) -> float:
         """Bits a value, everything included."""
         raise NotImplementedError
 
@@ -38,10 +54,10 @@ class ValueCode(Compressor):
         )
 
     def decode_add(self, ops: Ops, frames: Reader, out: Array) -> Array:
-        return decode_sparse(ops, frames, out)
+        return decode_sparse(ops, frames, out, self.decode_values)
 
     def expected_bytes(self, size: int) -> float:
-        return self.bits() * size / 8
+        return self.value_bits() * size / 8
 
 
 @dataclass(frozen=True)
@@ -82,7 +98,7 @@ class Sparsifier(Compressor):
         return encode_sparse(ops, x, self, None, context)
 
     def decode_add(self, ops: Ops, frames: Reader, out: Array) -> Array:
-        return decode_sparse(ops, frames, out)
+        return decode_sparse(ops, frames, out, decode_values)
 
     def expected_bytes(self, size: int) -> float:
         return self.kept(size) * (self.position_bits(size) + 32) / 8
@@ -120,7 +136,7 @@ class Chain(Compressor):
         return encode_sparse(ops, x, self.sparsifier, self.code, context)
 
     def decode_add(self, ops: Ops, frames: Reader, out: Array) -> Array:
-        return decode_sparse(ops, frames, out)
+        return decode_sparse(ops, frames, out, self.code.decode_values)
 
     def summands(self, ops: Ops, x: Array, context: Context) -> tuple[Array, Array]:
         if self.code.meets == "dense":
@@ -140,7 +156,7 @@ class Chain(Compressor):
         return self.sparsifier.positions_sent(ops, frame, like, context)
 
     def expected_bytes(self, size: int) -> float:
-        return self.sparsifier.kept(size) * (self.sparsifier.position_bits(size) + self.code.bits()) / 8
+        return self.sparsifier.kept(size) * (self.sparsifier.position_bits(size) + self.code.value_bits()) / 8
 
     def __str__(self) -> str:
         return f"{self.sparsifier} >> {self.code}"
@@ -164,11 +180,15 @@ def encode_sparse(
     return frame, ops.put(x, positions, left)
 
 
-def decode_sparse(ops: Ops, frames: Reader, out: Array) -> Array:
-    """Add the values of the next frame onto `out` (float32) at their positions; the reverse of `encode_sparse`."""
+def decode_sparse(ops: Ops, frames: Reader, out: Array, decode: Callable[[Reader, int], Array]) -> Array:
+    """Add the values of the next frame onto `out` (float32) at their positions; the reverse of `encode_sparse`.
+
+    Args:
+        decode: `ValueCode.decode_values` of the code they were written in.
+    """
     body, count = read_frame(frames, SPARSE_FRAME, len(out))
     positions = decode_positions(body, len(out), count)
-    values = decode_values(body, count)
+    values = decode(body, count)
     body.end()
     return ops.accumulate(out, values) if positions is None else ops.put_add(out, positions, values)
 

@@ -22,8 +22,8 @@ class DGC(TopK):
 
     Selection is that of `TopK` (a sampled bound first, then exact); so are bits, contraction and cost. The memory is
     `MomentumCorrection`, whose docstring has the formulas; clipping is its option: `memory=dgc(clip=1.0)`. During the
-    first `warmup_steps` steps the ratio falls in equal stages 25 %, 6.25 %, 1.5625 %, 0.4 %, never below `ratio`, then it
-    is `ratio`: early gradients change fast, and what is held back of them grows stale.
+    first `warmup_steps` steps the ratio falls in equal stages 25 %, 6.25 %, 1.5625 %, 0.4 %, never below `ratio`; then
+    it is `ratio`. Early gradients change fast, and what is held back of them grows stale.
 
     Use it for the smallest ratios (0.1 %), where plain error feedback delays momentum too long. Give the optimizer
     momentum 0. Compose it with a value code: `DGC(0.001) >> FP16()` sends what the paper's code does.

@@ -17,18 +17,18 @@ from hvd_gradcomp.wire.positions import encode_drawn
 
 @dataclass(frozen=True)
 class RandomK(Sparsifier):
-    """Send k = ceil(ratio * n) values of a tensor x of n elements, at random positions that are the same on all workers.
+    """Send k = ceil(ratio * n) values of a tensor x of n elements, at random positions, the same on all workers.
 
         sent_i = s * x_i  for i in S,  0 elsewhere;       S of size k drawn without replacement, anew at every step
 
     S follows from (seed, parameter name, step), so no index travels, and payloads add up: an allreduce adds k values.
     32 k / n bits a value; behind it `>> FP16()` still adds up (16 k / n), other value codes are gathered.
 
-    With s = 1 it is biased, contraction: E||x - sent||^2 = (1 - k/n) ||x||^2, for error feedback or momentum correction.
+    With s = 1 it is biased, contraction: E||x - sent||^2 = (1 - k/n) ||x||^2; use it with a memory that feeds back.
     With `unbiased`, s = n/k: E[sent] = x and E||sent - x||^2 = (n/k - 1) ||x||^2, to be used with memory=none and a
     learning rate that stands such noise. Cost: passes over k numbers only (about 100), and one gather.
 
-    Use it where indices or selection cost too much (very many workers, slow devices); top-k loses far less at the same k.
+    Use it where indices or selection cost too much (very many workers, slow devices); top-k loses far less at equal k.
 
     Args:
         ratio: fraction of the values to send, 0 < ratio <= 1.
@@ -56,8 +56,8 @@ class RandomK(Sparsifier):
             raise ConfigurationError(f"seed must be an integer, got {self.seed!r}")
         if self.unbiased and "residual" in self.memory.parts:
             raise ConfigurationError(
-                f"unbiased=True scales values by n/k, which {self.memory} would feed back as an error n/k times too large: "
-                "pass memory=NoMemory() (memory=none in a spec), or leave unbiased out"
+                f"unbiased=True scales values by n/k, and {self.memory} would feed that back as an error n/k times too "
+                "large: pass memory=NoMemory() (memory=none in a spec), or leave unbiased out"
             )
 
     def kept(self, size: int) -> float:

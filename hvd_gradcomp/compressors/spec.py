@@ -8,7 +8,11 @@ from typing import Any
 
 from hvd_gradcomp.compressors.base import Compressor
 from hvd_gradcomp.compressors.cast import BF16, FP16, NoCompression
+from hvd_gradcomp.compressors.dgc import DGC
 from hvd_gradcomp.compressors.int8 import Int8
+from hvd_gradcomp.compressors.linear import Linear
+from hvd_gradcomp.compressors.randomk import RandomK
+from hvd_gradcomp.compressors.threshold import Threshold
 from hvd_gradcomp.compressors.topk import TopK, TopKInt8
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.feedback import ErrorFeedback, Memory, Momentum, MomentumCorrection, NoMemory
@@ -18,8 +22,12 @@ _COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "fp16": FP16,
     "bf16": BF16,
     "int8": Int8,
+    "linear": Linear,
     "topk": TopK,
     "topk_int8": TopKInt8,
+    "randomk": RandomK,
+    "threshold": Threshold,
+    "dgc": DGC,
 }
 _MEMORIES: dict[str, Callable[..., Memory]] = {
     "none": NoMemory,

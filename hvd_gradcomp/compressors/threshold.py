@@ -21,16 +21,16 @@ class Threshold(Sparsifier):
     bounded error: ||x - sent||_inf <= value, so what error feedback holds back of any value never exceeds it. One pass,
     the cheapest selection there is. Payloads do not add up: each worker sends other positions.
 
-    How much is sent follows the gradients and nobody knows it beforehand, so the dense fallback at high worker counts is
-    never taken. For gradients of a known scale; top-k follows the scale by itself, and is what most should use.
+    How much is sent follows the gradients and nobody knows it beforehand, so the dense fallback at high worker counts
+    is never taken. For gradients of a known scale; top-k follows the scale by itself, and is what most should use.
 
     Args:
         value: > 0, in the units of the gradient.
 
     References:
         N. Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech 2015.
-        A. Dutta et al., "On the Discrepancy between the Theoretical Analysis and Practical Implementations of Compressed
-        Communication for Distributed Deep Learning", AAAI 2020.
+        A. Dutta et al., "On the Discrepancy between the Theoretical Analysis and Practical Implementations of
+        Compressed Communication for Distributed Deep Learning", AAAI 2020.
     """
 
     spec_name: ClassVar[str] = "threshold"

@@ -53,7 +53,7 @@ class Engine:
 
     Attributes:
         state: parameter name -> part -> what this worker keeps between steps: the parts of the memory, float32 (n,)
-            each, of which "residual" is what has not been sent yet, and what a method with an exchange of its own keeps.
+            each, of which "residual" is what has not been sent yet, and what a method keeps for its own exchange.
         counters: what was sent, for each bucket.
     """
 

@@ -103,7 +103,7 @@ class Passage:
     def _method_of(self, unit: Unit) -> Compressor:
         return _WHOLE[self.method.sum_kind] if unit in self.small else self.method
 
-    # -- the three ways to the sums over the workers; None where some worker's gradient was not finite ------------------
+    # -- the three ways to the sums over the workers; None where some worker's gradient was not finite -----------------
 
     def _gather(self, units: Sequence[Unit]) -> Exchange[dict[str, Array] | None]:
         """Every worker's payload goes to every worker, and is decoded there in rank order."""
@@ -161,9 +161,9 @@ class Passage:
                 return None
             if marked and verdict(ops, total[-MARKS:], transport.workers) is Verdict.DIFFERENT:
                 raise ConfigurationError(
-                    f"the workers added values of {self.units[0].name!r} that do not belong together (other settings, or "
-                    f"another step; this worker is at step {self.step}): give every worker the same compression, and the "
-                    "same saved state when training resumes"
+                    f"the workers added values of {self.units[0].name!r} that do not belong together: their settings "
+                    f"differ, or their steps (this worker is at step {self.step}). Give every worker the same "
+                    "compression, and the same saved state when training resumes"
                 )
             totals = {}
             start = 0
@@ -203,7 +203,7 @@ class Passage:
                 try:
                     request = next(exchange) if received is None else exchange.send(received)
                 except StopIteration as end:
-                    return end.value  # type: ignore[no-any-return]
+                    return end.value
             received = yield request
             if isinstance(request, Allreduce):
                 width = KIND_BYTES[request.kind]

@@ -17,8 +17,8 @@ class MomentumCorrection(Memory):
 
     With velocity u and residual v, both shape (n,):
 
-        u_t = momentum * u_{t-1} + g_t,         x_t = v_{t-1} + u_t          (Nesterov: u_t = momentum * (u_{t-1} + g_t),
-        v_t = x_t - sent_t                                                    x_t = v_{t-1} + u_t + g_t)
+        u_t = momentum * u_{t-1} + g_t,       x_t = v_{t-1} + u_t,             v_t = x_t - sent_t
+        u_t = momentum * (u_{t-1} + g_t),     x_t = v_{t-1} + u_t + g_t,       v_t = x_t - sent_t     (Nesterov)
 
     Factor masking then sets u_t to zero at the positions that were sent, so that momentum of long ago does not push a
     value that has just been updated. Where a method sends every element (quantizers, PowerSGD, a dense fallback),
@@ -89,7 +89,7 @@ class MomentumCorrection(Memory):
 
 @dataclass(frozen=True)
 class Momentum(Memory):
-    """Compress an exponential average of the gradients, as Signum does: m_t = beta * m_{t-1} + (1 - beta) * g_t, x_t = m_t.
+    """Compress an exponential average of the gradients, as Signum does: x_t = m_t = beta * m_{t-1} + (1 - beta) * g_t.
 
     What is not sent of x_t is forgotten. Conservation: beta * m_{t-1} + (1 - beta) * g_t = sent_t + what is forgotten.
     With a sign method this is Signum: the average of each worker is steadier than its gradient, so fewer signs are

@@ -90,6 +90,9 @@ class NumpyOps(Ops):
     def concat(self, parts: Sequence[Array]) -> Array:
         return np.concatenate(parts)
 
+    def interleave(self, parts: Sequence[Array]) -> Array:
+        return np.stack(parts, axis=1).reshape(-1)
+
     def copy(self, x: Array) -> Array:
         return x.copy()
 
@@ -102,6 +105,9 @@ class NumpyOps(Ops):
     def round(self, x: Array) -> Array:
         return np.rint(x)
 
+    def floor(self, x: Array) -> Array:
+        return np.floor(x)
+
     def sqrt(self, x: Array) -> Array:
         return np.sqrt(x)
 
@@ -110,6 +116,9 @@ class NumpyOps(Ops):
 
     def kth_largest(self, x: Array, k: int) -> float:
         return float(np.partition(x, len(x) - k)[len(x) - k])
+
+    def search_sorted(self, bounds: Array, x: Array) -> Array:
+        return np.searchsorted(bounds, x, side="left").astype(np.int64, copy=False)
 
     def row_max(self, x: Array, columns: int) -> Array:
         return x.reshape(-1, columns).max(axis=1)
@@ -148,6 +157,9 @@ class NumpyOps(Ops):
 
     def bit_and(self, x: Array, mask: int) -> Array:
         return x & mask
+
+    def bit_xor(self, x: Array, y: Array | int) -> Array:
+        return x ^ y
 
     def pack_bits(self, bits: Array) -> Array:
         return np.packbits(bits, bitorder="little")

@@ -6,9 +6,9 @@
     3 RAW      32 bits a position
     4 DRAWN    a 64-bit key from which every worker draws the same positions
 
-DRAWN is for positions that were drawn; of the others the smallest is chosen. Positions of a top-k are nearly random, so gaps are nearly geometric, and for those a Rice code
-is within about 1 % of the entropy (8.1 bits at 1 % kept). Low bits and unary parts are kept in two streams instead of
-interleaved, so that both can be read with array operations.
+DRAWN is for positions that were drawn; of the others the smallest is chosen. Positions of a top-k are nearly random, so
+gaps are nearly geometric, and for those a Rice code is within about 1 % of the entropy (8.1 bits at 1 % kept). Low bits
+and unary parts are kept in two streams instead of interleaved, so that both can be read with array operations.
 Source: R. F. Rice, "Some practical universal noiseless coding techniques", JPL 79-22, 1979.
 """
 
