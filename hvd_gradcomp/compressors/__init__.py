@@ -3,19 +3,27 @@
 from hvd_gradcomp.compressors.base import Compressor, Context
 from hvd_gradcomp.compressors.cast import BF16, FP16, NoCompression
 from hvd_gradcomp.compressors.chain import Chain, Sparsifier, ValueCode
+from hvd_gradcomp.compressors.dgc import DGC
 from hvd_gradcomp.compressors.int8 import Int8
+from hvd_gradcomp.compressors.linear import Linear
+from hvd_gradcomp.compressors.randomk import RandomK
 from hvd_gradcomp.compressors.spec import compression_from_spec, register_spec
+from hvd_gradcomp.compressors.threshold import Threshold
 from hvd_gradcomp.compressors.topk import TopK, TopKInt8
 
 __all__ = [
     "BF16",
+    "DGC",
     "FP16",
     "Chain",
     "Compressor",
     "Context",
     "Int8",
+    "Linear",
     "NoCompression",
+    "RandomK",
     "Sparsifier",
+    "Threshold",
     "TopK",
     "TopKInt8",
     "ValueCode",

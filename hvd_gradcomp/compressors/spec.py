@@ -8,20 +8,33 @@ from typing import Any
 
 from hvd_gradcomp.compressors.base import Compressor
 from hvd_gradcomp.compressors.cast import BF16, FP16, NoCompression
+from hvd_gradcomp.compressors.dgc import DGC
 from hvd_gradcomp.compressors.int8 import Int8
+from hvd_gradcomp.compressors.linear import Linear
+from hvd_gradcomp.compressors.randomk import RandomK
+from hvd_gradcomp.compressors.threshold import Threshold
 from hvd_gradcomp.compressors.topk import TopK, TopKInt8
 from hvd_gradcomp.errors import ConfigurationError
-from hvd_gradcomp.feedback import ErrorFeedback, Memory, NoMemory
+from hvd_gradcomp.feedback import ErrorFeedback, Memory, Momentum, MomentumCorrection, NoMemory
 
 _COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "none": NoCompression,
     "fp16": FP16,
     "bf16": BF16,
     "int8": Int8,
+    "linear": Linear,
     "topk": TopK,
     "topk_int8": TopKInt8,
+    "randomk": RandomK,
+    "threshold": Threshold,
+    "dgc": DGC,
 }
-_MEMORIES: dict[str, Callable[..., Memory]] = {"none": NoMemory, "ef": ErrorFeedback}
+_MEMORIES: dict[str, Callable[..., Memory]] = {
+    "none": NoMemory,
+    "ef": ErrorFeedback,
+    "dgc": MomentumCorrection,
+    "momentum": Momentum,
+}
 
 
 def register_spec(name: str, factory: Callable[..., Compressor]) -> None:
@@ -97,6 +110,9 @@ def _call(tree: ast.expr, known: dict[str, Callable[..., Any]], kind: str, spec:
 
 
 def _value(tree: ast.expr, spec: str) -> Any:
+    if isinstance(tree, ast.Name):
+        # A word, such as in granularity=bucket.
+        return tree.id
     try:
         return ast.literal_eval(tree)
     except ValueError:

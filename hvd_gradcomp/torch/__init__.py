@@ -14,24 +14,29 @@ import os
 
 from hvd_gradcomp.compressors import (
     BF16,
+    DGC,
     FP16,
     Chain,
     Compressor,
     Int8,
+    Linear,
     NoCompression,
+    RandomK,
+    Threshold,
     TopK,
     TopKInt8,
     compression_from_spec,
     register_spec,
 )
 from hvd_gradcomp.errors import ConfigurationError, GradcompError, NonFiniteError, PayloadError, UnsupportedError
-from hvd_gradcomp.feedback import ErrorFeedback, NoMemory
+from hvd_gradcomp.feedback import ErrorFeedback, Momentum, MomentumCorrection, NoMemory
 from hvd_gradcomp.torch.allreduce import Tokens
 from hvd_gradcomp.torch.checkpoint import load_residual_state_dict, residual_state_dict
 from hvd_gradcomp.torch.optimizer import DistributedOptimizer, counters, register, unregister
 
 __all__ = [
     "BF16",
+    "DGC",
     "FP16",
     "Chain",
     "Compressor",
@@ -40,10 +45,15 @@ __all__ = [
     "ErrorFeedback",
     "GradcompError",
     "Int8",
+    "Linear",
+    "Momentum",
+    "MomentumCorrection",
     "NoCompression",
     "NoMemory",
     "NonFiniteError",
     "PayloadError",
+    "RandomK",
+    "Threshold",
     "TopK",
     "TopKInt8",
     "UnsupportedError",

@@ -73,7 +73,7 @@ class Tokens:
             restored: torch.Tensor = decode_locally(compressor, token, ctx)
             return restored
         ranks, factor = _read(token.cpu(), compressor)
-        total = _sum(compressor, ctx.tensor, ranks)
+        total = _sum(compressor, ctx.tensor, tuple(ctx.shape), ranks)
         return (total * factor).view(ctx.shape).to(ctx.dtype)
 
 
@@ -90,9 +90,9 @@ def _read(token: torch.Tensor, compressor: Compressor) -> tuple[list[int], float
     return ranks, factor
 
 
-def _sum(compressor: Compressor, x: torch.Tensor, ranks: list[int]) -> torch.Tensor:
+def _sum(compressor: Compressor, x: torch.Tensor, shape: tuple[int, ...], ranks: list[int]) -> torch.Tensor:
     """The sum over `ranks` of the workers' compressed `x`; without error feedback, since there is no next step."""
-    parameter = Parameter("hvd_gradcomp.allreduce", len(x), "float32")
+    parameter = Parameter("hvd_gradcomp.allreduce", len(x), "float32", shape)
     engine = Engine(compressor, [parameter], HorovodTransport(_process_set(ranks)), average=False)
     engine.submit(parameter.name, x)
     total: torch.Tensor = engine.finish()[parameter.name]

@@ -93,10 +93,10 @@ class GradientExchange:
         """Complete the exchanges of this step."""
         self._results.update(self.engine.finish())
 
-    def load_residuals(self, residuals: dict[str, torch.Tensor]) -> None:
-        """Replace all residuals of this worker."""
+    def load_state(self, state: dict[str, dict[str, torch.Tensor]], step: int) -> None:
+        """Replace all that this worker keeps; see `Engine.load_state`."""
         self._warn_about_residuals = False
-        self.engine.residuals = residuals
+        self.engine.load_state(state, step)
 
     # -- making the engine --------------------------------------------------------------------------------------------
 
@@ -107,14 +107,12 @@ class GradientExchange:
         return [p for p in ordered if self._is_compressed(p)]
 
     def _is_compressed(self, p: torch.Tensor) -> bool:
-        return (
-            self.compressor.meets != "dense" and p.numel() >= max(self.compressor.dense_below, 1) and p.dtype in _KINDS
-        )
+        return self.compressor.takes(p.numel()) and p.dtype in _KINDS
 
     def _make_engine(self) -> Engine:
         optimizer = self.optimizer
         compressed = self.compressed_parameters()
-        parameters = [Parameter(self.names[p], p.numel(), _KINDS[p.dtype]) for p in compressed]
+        parameters = [Parameter(self.names[p], p.numel(), _KINDS[p.dtype], tuple(p.shape)) for p in compressed]
         options = {
             "dense_below": self.compressor.dense_below,
             "sparse_as_dense": bool(optimizer.sparse_as_dense),
@@ -207,7 +205,7 @@ class GradientExchange:
         return gradient.copy_(shaped)
 
     def _state_loaded(self) -> None:
-        if self.compressor.memory.keeps and self.compressed_parameters() and not self.engine.residuals:
+        if self.compressor.memory.keeps and self.compressed_parameters() and not self.engine.state:
             self._warn_about_residuals = True
 
 

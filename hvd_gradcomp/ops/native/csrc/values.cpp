@@ -12,8 +12,10 @@ enum Code { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2, kLinear8 = 3 };
 
 constexpr uint64_t kHeaderBytes = 4;
 constexpr float kLevels = 127.0f;
-// Above this a block's largest value could decode to infinity by rounding (compressors/int8.py).
+// Above this a block's largest value could decode to infinity by rounding (compressors/blocks.py).
 constexpr float kLargest = 3.4028e38f;
+// Steps below this count as zero (compressors/blocks.py).
+constexpr float kSmallest = 0x1p-100f;
 // So many scattered elements are fetched from memory at a time, while as many others are worked on.
 constexpr size_t kNear = 64;
 // Gathered values wait in a buffer of this many.
@@ -25,7 +27,8 @@ uint64_t blocks_of(uint64_t count, int block_log2) {
 
 float step_of(uint32_t largest_key) {
     const float largest = load<float>(&largest_key);
-    return (largest > kLargest ? kLargest : largest) / kLevels;
+    const float step = (largest > kLargest ? kLargest : largest) / kLevels;
+    return step >= kSmallest ? step : 0.0f;
 }
 
 float from_float16(uint16_t half) {
@@ -130,6 +133,9 @@ bool ValueReader::open(Reader* from, uint64_t count) {
             if (block_log2_ > 31) return false;
             steps_ = from->bytes(4 * blocks_of(count, block_log2_));
             values_ = steps_ ? from->bytes(count) : nullptr;
+            for (uint64_t i = 0; values_ && i < blocks_of(count, block_log2_); ++i) {
+                if ((load<uint32_t>(steps_ + 4 * i) & kMagnitude) >= kInfinity) return false;
+            }
             break;
         default:
             return false;

@@ -1,4 +1,4 @@
-// Value codes: the native twin of wire/values.py, which describes the format, and of the rounding in compressors/int8.py.
+// Value codes: the native twin of wire/values.py, which describes the format, and of the rounding in compressors/linear.py.
 #pragma once
 
 #include <cstddef>
