@@ -196,9 +196,9 @@ class NumpyOps(Ops):
 class NativeNumpyOps(NativeKernels, NumpyOps):
     """The same, by the native kernels where they reach."""
 
-    def reachable(self, x: Array, dtype: str) -> bool:
+    def reachable(self, x: Array, dtype: str, written: bool = False) -> bool:
         flags = x.flags
-        return bool(x.dtype == dtype and flags.c_contiguous and flags.writeable and flags.aligned)
+        return bool(x.dtype == dtype and flags.c_contiguous and flags.aligned and (flags.writeable or not written))
 
     def address(self, x: Array) -> int:
         return int(x.ctypes.data)

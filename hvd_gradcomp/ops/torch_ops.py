@@ -202,7 +202,7 @@ class TorchOps(Ops):
 class NativeTorchOps(NativeKernels, TorchOps):
     """The same, by the native kernels for tensors on the CPU."""
 
-    def reachable(self, x: Array, dtype: str) -> bool:
+    def reachable(self, x: Array, dtype: str, written: bool = False) -> bool:
         return x.dtype is _DTYPES[dtype] and x.is_cpu and x.is_contiguous()
 
     def address(self, x: Array) -> int:

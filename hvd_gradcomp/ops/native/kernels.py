@@ -27,8 +27,8 @@ class NativeKernels(Ops):
         self._kernels: Any = load()
 
     @abstractmethod
-    def reachable(self, x: Array, dtype: str) -> bool:
-        """Whether `x` is of `dtype`, and lies in host memory in one piece that may be written."""
+    def reachable(self, x: Array, dtype: str, written: bool = False) -> bool:
+        """Whether `x` is of `dtype` and lies in host memory in one piece, which may be `written` if that is asked."""
 
     @abstractmethod
     def address(self, x: Array) -> int:
@@ -42,7 +42,7 @@ class NativeKernels(Ops):
 
     def correct(self, gradient: Array, residual: Array | None, wanted: int) -> Corrected:
         size = len(gradient)
-        if not self.reachable(gradient, "float32") or size > _MAX_SIZE:
+        if not self.reachable(gradient, "float32", written=True) or size > _MAX_SIZE:
             return super().correct(gradient, residual, wanted)
         addend = 0
         if residual is not None:
@@ -104,7 +104,7 @@ class NativeKernels(Ops):
 
     def encode_sparse8(self, x: Array, positions: Array | None, block: int) -> Array | None:
         size = len(x)
-        if not self.reachable(x, "float32") or size > _MAX_SIZE:
+        if not self.reachable(x, "float32", written=True) or size > _MAX_SIZE:
             return None
         if positions is None:
             count, where = size, 0
@@ -120,13 +120,15 @@ class NativeKernels(Ops):
         return out[:used] if used else None
 
     def decode_add(self, data: Array, start: int, out: Array) -> int | None:
-        if not self.reachable(out, "float32") or not self.reachable(data, "uint8"):
+        if not self.reachable(out, "float32", written=True) or not self.reachable(data, "uint8"):
             return None
         used = self._kernels.decode_add(self.address(data) + start, len(data) - start, self.address(out), len(out))
         return start + used if used else None
 
     def decode_mean(self, frames: Sequence[tuple[Array, int]], out: Array, divisor: int) -> list[int] | None:
-        if not self.reachable(out, "float32") or not all(self.reachable(data, "uint8") for data, _ in frames):
+        if not self.reachable(out, "float32", written=True) or not all(
+            self.reachable(data, "uint8") for data, _ in frames
+        ):
             return None
         places = [(self.address(data) + start, len(data) - start) for data, start in frames]
         used = self._kernels.decode_mean(places, self.address(out), len(out), divisor)
