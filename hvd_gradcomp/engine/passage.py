@@ -253,7 +253,8 @@ class Passage:
                 part: unit.join(ops, {each.name: self.advanced[each.name][part] for each in unit.parameters})
                 for part in parts
             }
-            kept = self.memory.update(ops, advanced, sent.residual, sent.positions)
+            positions = sent.positions if self.memory.masks else None
+            kept = self.memory.update(ops, advanced, sent.residual, positions)
             for parameter in unit.parameters:
                 state.pop(parameter.name, None)
             for part, vector in kept.items():
