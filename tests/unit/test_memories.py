@@ -34,7 +34,6 @@ from hvd_gradcomp.ops import backend
 
 FEEDBACKS = [memory for memory in MEMORIES if "residual" in memory.parts]
 NUMPY, TORCH = backend("numpy"), backend("torch")
-each_method = pytest.mark.parametrize("method", METHODS, ids=str)
 each_way = pytest.mark.parametrize("method", WAYS, ids=str)
 
 
@@ -72,7 +71,12 @@ def test_parts_move_as_the_papers_say(method, memory):
                     sent = "residual" in after and np.abs(after["residual"] - expected["x"]) > tolerance
                     # Where every element is sent, nothing is held back and nothing is masked.
                     masks = memory.masks and _selects(run.compressor) and not np.all(sent)
-                    np.testing.assert_array_equal(~kept, sent if masks else np.zeros_like(kept))
+                    if masks:
+                        # A value that was selected may still have been rounded to zero.
+                        tiny = np.abs(expected["x"]) <= np.abs(expected["x"]).max() / 200
+                        np.testing.assert_array_equal(~kept | tiny, sent | tiny)
+                    else:
+                        assert kept.all()
 
 
 def _selects(method: Compressor) -> bool:
@@ -208,7 +212,7 @@ def test_workers_may_come_and_go_without_what_the_others_keep(ops, method):
 
 @pytest.mark.parametrize(
     "method",
-    [each for each in METHODS if (each.meets == "sum" and each.draws) or isinstance(each, CountSketch)],
+    [each for each in METHODS if isinstance(each, CountSketch) or (each.draws and each.meets == "sum")],
     ids=str,
 )
 def test_values_drawn_for_different_steps_are_never_added(ops, method):
