@@ -16,7 +16,7 @@ from hvd_gradcomp.compressors.base import Item, Sent
 from hvd_gradcomp.compressors.marks import MARKS, Verdict, marks, marks_fit, verdict
 from hvd_gradcomp.engine.buckets import Parameter
 from hvd_gradcomp.engine.units import Unit, units_of
-from hvd_gradcomp.errors import ConfigurationError, GradcompError
+from hvd_gradcomp.errors import ConfigurationError, GradcompError, PayloadError
 from hvd_gradcomp.ops import Array, ops_for
 from hvd_gradcomp.telemetry import BucketCounters
 from hvd_gradcomp.wire.frame import frame_kept
@@ -134,7 +134,8 @@ class Passage:
                     out = self._decode_add(unit, each.rank, each.frames, out)
                 totals[unit.name] = out
             for each in received:
-                each.frames.end()
+                if each.frames.left:
+                    raise PayloadError(f"rank {each.rank} sent {each.frames.left} bytes more than its frames need")
         return totals
 
     def _sum(self, units: Sequence[Unit]) -> Exchange[dict[str, Array] | None]:
