@@ -6,7 +6,9 @@ from hvd_gradcomp.compressors.chain import Chain, Sparsifier, ValueCode
 from hvd_gradcomp.compressors.dgc import DGC
 from hvd_gradcomp.compressors.int8 import Int8
 from hvd_gradcomp.compressors.linear import Linear
+from hvd_gradcomp.compressors.powersgd import PowerSGD
 from hvd_gradcomp.compressors.randomk import RandomK
+from hvd_gradcomp.compressors.sketch import CountSketch
 from hvd_gradcomp.compressors.spec import compression_from_spec, register_spec
 from hvd_gradcomp.compressors.threshold import Threshold
 from hvd_gradcomp.compressors.topk import TopK, TopKInt8
@@ -18,9 +20,11 @@ __all__ = [
     "Chain",
     "Compressor",
     "Context",
+    "CountSketch",
     "Int8",
     "Linear",
     "NoCompression",
+    "PowerSGD",
     "RandomK",
     "Sparsifier",
     "Threshold",

@@ -82,7 +82,7 @@ class RandomK(Sparsifier):
         return ops.put(ops.zeros(size, "float32", total), self._drawn(ops, size, total, context), total)
 
     def positions_sent(self, ops: Ops, frame: Array | None, like: Array, context: Context) -> Array | None:
-        return self._drawn(ops, len(like), like, context)
+        return None if self.kept(len(like)) == len(like) else self._drawn(ops, len(like), like, context)
 
     def scale(self, size: int) -> float:
         return size / self.kept(size) if self.unbiased else 1.0

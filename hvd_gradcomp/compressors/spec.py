@@ -11,7 +11,9 @@ from hvd_gradcomp.compressors.cast import BF16, FP16, NoCompression
 from hvd_gradcomp.compressors.dgc import DGC
 from hvd_gradcomp.compressors.int8 import Int8
 from hvd_gradcomp.compressors.linear import Linear
+from hvd_gradcomp.compressors.powersgd import PowerSGD
 from hvd_gradcomp.compressors.randomk import RandomK
+from hvd_gradcomp.compressors.sketch import CountSketch
 from hvd_gradcomp.compressors.threshold import Threshold
 from hvd_gradcomp.compressors.topk import TopK, TopKInt8
 from hvd_gradcomp.errors import ConfigurationError
@@ -28,6 +30,8 @@ _COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "randomk": RandomK,
     "threshold": Threshold,
     "dgc": DGC,
+    "powersgd": PowerSGD,
+    "sketch": CountSketch,
 }
 _MEMORIES: dict[str, Callable[..., Memory]] = {
     "none": NoMemory,

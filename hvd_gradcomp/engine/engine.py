@@ -146,8 +146,16 @@ class Engine:
         results: dict[str, Array] = {}
         try:
             if self._gathering:
-                missing = sorted(set(self._bucket_of) - {name for part in self._gathering.values() for name in part})
-                raise ConfigurationError(f"some gradients were not handed in before the end of the step: {missing}")
+                missing = sorted(
+                    parameter.name
+                    for index, part in self._gathering.items()
+                    for parameter in self.buckets[index].parameters
+                    if parameter.name not in part
+                )
+                raise ConfigurationError(
+                    f"some gradients were not handed in before the end of the step: {missing}; "
+                    "hand in None for a parameter that takes no part in it"
+                )
             self._conclude_agreement()
             pending = sorted(self._in_flight, key=lambda flight: flight.bucket.index)
             while pending:
@@ -237,7 +245,8 @@ class Engine:
             **self.options,
         }
         request = Allgather(settings_message(ops, settings, self.step, like))
-        name = f"{self.scope}{self.buckets[0].name}.settings"
+        # Named after what grouping does not change: workers whose buckets differ must meet here to find that out.
+        name = f"{self.scope}{min(parameter.name for parameter in self.parameters)}.settings"
         self._agreement = (self.transport.start(request, name), ops)
 
     def _conclude_agreement(self) -> None:

@@ -16,7 +16,7 @@ from hvd_gradcomp.compressors.base import Item, Sent
 from hvd_gradcomp.compressors.marks import MARKS, Verdict, marks, marks_fit, verdict
 from hvd_gradcomp.engine.buckets import Parameter
 from hvd_gradcomp.engine.units import Unit, units_of
-from hvd_gradcomp.errors import ConfigurationError, GradcompError
+from hvd_gradcomp.errors import ConfigurationError, GradcompError, PayloadError
 from hvd_gradcomp.ops import Array, Corrected, ops_for
 from hvd_gradcomp.telemetry import BucketCounters
 from hvd_gradcomp.wire.frame import frame_kept
@@ -142,7 +142,8 @@ class Passage:
             for unit in units:
                 totals[unit.name] = self._decoded(unit, received, like)
             for each in received:
-                each.frames.end()
+                if each.frames.left:
+                    raise PayloadError(f"rank {each.rank} sent {each.frames.left} bytes more than its frames need")
         return totals
 
     def _sum(self, units: Sequence[Unit]) -> Exchange[dict[str, Array] | None]:
@@ -274,7 +275,8 @@ class Passage:
                 part: unit.join(ops, {each.name: self.advanced[each.name][part] for each in unit.parameters})
                 for part in parts
             }
-            kept = self.memory.update(ops, advanced, sent.residual, sent.positions)
+            positions = sent.positions if self.memory.masks else None
+            kept = self.memory.update(ops, advanced, sent.residual, positions)
             for parameter in unit.parameters:
                 state.pop(parameter.name, None)
             for part, vector in kept.items():
