@@ -8,7 +8,15 @@ _FOLDER = "hvd_gradcomp/ops/native/csrc"
 
 # Every result must have the bits of the numpy reference, so nothing here may let the compiler round otherwise: no
 # fast-math, and no multiplication and addition fused into one. What is allowed is to ignore errno and float traps.
-_FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-g0",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+]
 
 setup(
     ext_modules=[
