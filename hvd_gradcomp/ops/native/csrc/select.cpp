@@ -86,7 +86,7 @@ struct Sample {
         if (size < kSampleFrom || k == 0 || k > size / 4) return;
         const double share = static_cast<double>(k) / static_cast<double>(size);
         const size_t enough = static_cast<size_t>(64 / share);
-        count = std::min(size / 8, std::max(size / 1024, enough));
+        count = std::min(size / 8, std::max(size / 2048, enough));
         const double expected = static_cast<double>(count) * share;
         if (expected < 16) {
             count = 0;
@@ -129,9 +129,12 @@ Candidates look(float* x, const float* addend, size_t size, size_t wanted, bool*
     }
     const size_t expected = sample.expected_candidates(size);
     const size_t capacity = std::min(size, expected + expected / 2 + 1024) + kChunk + kScanSlack;
-    found.positions.reset(new (std::nothrow) uint32_t[capacity]);
-    found.keys.reset(new (std::nothrow) uint32_t[capacity]);
-    bool room = found.positions && found.keys;
+    found.memory.reset(new (std::nothrow) uint32_t[2 * capacity]);
+    bool room = found.memory != nullptr;
+    if (room) {
+        found.positions = found.memory.get();
+        found.keys = found.positions + capacity;
+    }
     uint32_t largest = 0;
     for (size_t start = 0; start < size; start += kChunk) {
         const size_t length = std::min(kChunk, size - start);
@@ -139,7 +142,7 @@ Candidates look(float* x, const float* addend, size_t size, size_t wanted, bool*
         const float* added = addend ? addend + start : nullptr;
         if (room) {
             found.count += loops().scan(x + start, added, length, static_cast<uint32_t>(start), bound,
-                                        found.positions.get() + found.count, found.keys.get() + found.count, &largest);
+                                        found.positions + found.count, found.keys + found.count, &largest);
         } else {
             // Far more than the sample told of: these are not all.
             largest = std::max(largest, loops().add(x + start, added, length));
@@ -164,13 +167,14 @@ struct Sieve {
     int64_t* out;
     size_t count = 0;
 
-    void offer(uint32_t position, uint32_t key) {
-        if (key < threshold.key || count == k) return;
-        if (key == threshold.key) {
-            if (threshold.ties == 0) return;
-            --threshold.ties;
+    // Nearly all candidates pass, in no order that a processor could foresee: so most of this is without branches.
+    void offer(const uint32_t* positions, const uint32_t* keys, size_t candidates) {
+        for (size_t i = 0; i < candidates && count < k; ++i) {
+            const bool tie = keys[i] == threshold.key;
+            out[count] = positions[i];
+            count += (keys[i] > threshold.key) | (tie & (threshold.ties > 0));
+            threshold.ties -= tie & (threshold.ties > 0);
         }
-        out[count++] = position;
     }
 };
 
@@ -187,9 +191,9 @@ size_t top_positions(const float* x, size_t size, size_t k, const Candidates* kn
         known = &own;
     }
     if (known->usable()) {
-        const uint32_t* keys = known->keys.get();
+        const uint32_t* keys = known->keys;
         Sieve sieve{kth_candidate(keys, known->count, known->bound, k), k, out};
-        for (size_t i = 0; i < known->count; ++i) sieve.offer(known->positions[i], keys[i]);
+        sieve.offer(known->positions, keys, known->count);
         return sieve.count;
     }
     Threshold threshold = kth_key([&](size_t i) { return magnitude_at(x, nullptr, i); }, size, k);
@@ -201,7 +205,7 @@ size_t top_positions(const float* x, size_t size, size_t k, const Candidates* kn
     for (size_t start = 0; start < size; start += kChunk) {
         const size_t found = loops().scan(const_cast<float*>(x) + start, nullptr, std::min(kChunk, size - start),
                                           static_cast<uint32_t>(start), threshold.key, positions, keys, &largest);
-        for (size_t i = 0; i < found; ++i) sieve.offer(positions[i], keys[i]);
+        sieve.offer(positions, keys, found);
     }
     return sieve.count;
 }

@@ -14,8 +14,10 @@ struct Candidates {
     size_t wanted = 0;  // the k they were looked for
     size_t count = 0;
     uint32_t bound = 0;
-    std::unique_ptr<uint32_t[]> positions;
-    std::unique_ptr<uint32_t[]> keys;
+    // In one piece of memory, which allocators keep at hand for the next step rather than two.
+    std::unique_ptr<uint32_t[]> memory;
+    uint32_t* positions = nullptr;
+    uint32_t* keys = nullptr;
 
     bool usable() const { return count >= wanted && wanted > 0; }
 };

@@ -17,7 +17,7 @@ constexpr float kLargest = 3.4028e38f;
 // Steps below this count as zero (compressors/blocks.py).
 constexpr float kSmallest = 0x1p-100f;
 // So many scattered elements are fetched from memory at a time, while as many others are worked on.
-constexpr size_t kNear = 64;
+constexpr size_t kNear = 128;
 // Gathered values wait in a buffer of this many.
 constexpr size_t kBuffer = 1024;
 
@@ -101,7 +101,7 @@ void write_linear8_residual(float* x, const int64_t* positions, size_t count, in
             const size_t length = std::min(kBuffer, end - from);
             gather(from, length);
             for (size_t i = from + length; i < std::min(count, from + 2 * length); ++i) {
-                __builtin_prefetch(x + positions[i], 1);
+                __builtin_prefetch(x + positions[i]);
             }
             largest = std::max(largest, loops().add(buffer, nullptr, length));
         }
@@ -191,7 +191,7 @@ void ValueReader::add_far(float* out, const uint32_t* positions, uint64_t first,
     for (size_t start = 0; start < count; start += kNear) {
         const size_t end = std::min(count, start + kNear);
         const size_t ahead = std::min(count, end + kNear);
-        for (size_t i = end; i < ahead; ++i) __builtin_prefetch(out + positions[i], 1);
+        for (size_t i = end; i < ahead; ++i) __builtin_prefetch(out + positions[i]);
         add_at(out, positions + start, first + start, end - start);
     }
 }
