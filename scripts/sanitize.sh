@@ -19,8 +19,11 @@ cd "$build/source"
 rm -f hvd_gradcomp/ops/native/_kernels*.so
 flags="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 CFLAGS="$flags" CXXFLAGS="$flags" LDFLAGS="-fsanitize=address,undefined" \
-    "$python" -W ignore setup.py -q build_ext --inplace --force 2>/dev/null
-ls hvd_gradcomp/ops/native/_kernels*.so >/dev/null
+    "$python" -W ignore setup.py -q build_ext --inplace --force >"$build/log" 2>&1
+if ! ls hvd_gradcomp/ops/native/_kernels*.so >/dev/null 2>&1; then
+    cat "$build/log"
+    exit 1
+fi
 
 # Python itself is not compiled for the sanitizers, so their library has to come first; and it does not free everything.
 run() {
@@ -28,7 +31,8 @@ run() {
         ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$PWD PYTHONMALLOC=malloc \
         HVD_GRADCOMP_NATIVE=1 OMP_NUM_THREADS=1 "$python" "$@"
 }
-run -m pytest -q -p no:cacheprovider --rootdir "$root" tests/unit/test_native_kernels.py \
+# The sanitizers write to the process's own error output, which pytest must leave alone.
+run -m pytest -q -p no:cacheprovider --capture=sys --rootdir "$root" tests/unit/test_native_kernels.py \
     tests/unit/test_native_refusal.py "$@"
 run tests/unit/native_fuzz.py "${RUNS:-5000}"
 echo "sanitize: clean"
