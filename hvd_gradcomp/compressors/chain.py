@@ -114,6 +114,9 @@ class Chain(Compressor):
     def decode_add(self, ops: Ops, frames: Reader, out: Array) -> Array:
         return decode_sparse(ops, frames, out, self.code.decode_values)
 
+    def combine(self, ops: Ops, total: Array, workers: int) -> Array:
+        return self.code.combine(ops, total, workers)
+
     def expected_bytes(self, size: int) -> float:
         return expected_sparse_bytes(self.sparsifier.kept(size), size, self.code.value_bits())
 

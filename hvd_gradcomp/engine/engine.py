@@ -265,6 +265,7 @@ class _Tensors:
                 out = self._blank(parameter, like)
                 for each in received:
                     out = self._decode_add(each.rank, each.frames, out)
+                out = method.combine(ops, out, engine.transport.workers)
                 results[parameter.name] = self._scaled(out)
             for each in received:
                 each.frames.end()
