@@ -5,6 +5,7 @@ from hvd_gradcomp.compressors.cast import BF16, FP16, NoCompression
 from hvd_gradcomp.compressors.chain import Chain, Sparsifier, ValueCode
 from hvd_gradcomp.compressors.int8 import Int8
 from hvd_gradcomp.compressors.linear import Linear
+from hvd_gradcomp.compressors.signs import OneBit, ScaledSign, Sign
 from hvd_gradcomp.compressors.spec import compression_from_spec, register_spec
 from hvd_gradcomp.compressors.topk import TopK, TopKInt8
 
@@ -17,6 +18,9 @@ __all__ = [
     "Int8",
     "Linear",
     "NoCompression",
+    "OneBit",
+    "ScaledSign",
+    "Sign",
     "Sparsifier",
     "TopK",
     "TopKInt8",

@@ -10,6 +10,7 @@ from hvd_gradcomp.compressors.base import Compressor
 from hvd_gradcomp.compressors.cast import BF16, FP16, NoCompression
 from hvd_gradcomp.compressors.int8 import Int8
 from hvd_gradcomp.compressors.linear import Linear
+from hvd_gradcomp.compressors.signs import OneBit, ScaledSign, Sign
 from hvd_gradcomp.compressors.topk import TopK, TopKInt8
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.feedback import ErrorFeedback, Memory, NoMemory
@@ -20,6 +21,9 @@ _COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "bf16": BF16,
     "int8": Int8,
     "linear": Linear,
+    "sign": Sign,
+    "scaled_sign": ScaledSign,
+    "onebit": OneBit,
     "topk": TopK,
     "topk_int8": TopKInt8,
 }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from arrays import array_of, as_numpy
 
-from hvd_gradcomp.compressors import Context, Int8, Linear, ValueCode
+from hvd_gradcomp.compressors import Context, Int8, Linear, OneBit, ScaledSign, Sign, ValueCode
 from hvd_gradcomp.ops import Array, Ops, backend
 from hvd_gradcomp.wire.parts import Reader
 
@@ -22,6 +22,11 @@ CODES: tuple[ValueCode, ...] = (
     Linear(bits=4, block=None),
     Linear(bits=8, block=64, rounding="stochastic"),
     Linear(bits=3, block=64, rounding="stochastic", seed=5),
+    Sign(),
+    ScaledSign(),
+    ScaledSign(block=32),
+    OneBit(block=64),
+    OneBit(block=None),
 )
 
 
