@@ -24,7 +24,7 @@ _SMALLEST_RATIO = 2.0**-60
 _EXPONENT = 0x7F800000
 
 
-def check_block(block: int | None) -> None:
+def check_block(block: int | None, name: str = "block") -> None:
     """Refuse a block length that is neither None (the whole tensor) nor a power of two.
 
     Raises:
@@ -34,7 +34,7 @@ def check_block(block: int | None) -> None:
         return
     if isinstance(block, bool) or not isinstance(block, int) or not 1 <= block <= WHOLE or block & (block - 1):
         raise ConfigurationError(
-            f"block must be a power of two up to 2**31, or None for the whole tensor, got {block!r}"
+            f"{name} must be a power of two up to 2**31, or None for the whole tensor, got {block!r}"
         )
 
 
