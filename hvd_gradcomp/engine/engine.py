@@ -15,7 +15,7 @@ from hvd_gradcomp.collectives import Allgather, Exchange, Request, Transport, ad
 from hvd_gradcomp.compressors import BF16, FP16, Compressor, Context, NoCompression
 from hvd_gradcomp.engine.agreement import compare_settings, settings_message
 from hvd_gradcomp.engine.buckets import BUCKET_BYTES, Bucket, Parameter, plan_buckets
-from hvd_gradcomp.errors import ConfigurationError, GradcompError
+from hvd_gradcomp.errors import ConfigurationError, GradcompError, PayloadError
 from hvd_gradcomp.ops import Array, Ops, ops_for
 from hvd_gradcomp.telemetry import BucketCounters, Counters
 from hvd_gradcomp.wire.frame import frame_kept
@@ -118,8 +118,16 @@ class Engine:
         results: dict[str, Array] = {}
         try:
             if self._gathering:
-                missing = sorted(set(self._bucket_of) - {name for part in self._gathering.values() for name in part})
-                raise ConfigurationError(f"some gradients were not handed in before the end of the step: {missing}")
+                missing = sorted(
+                    parameter.name
+                    for index, part in self._gathering.items()
+                    for parameter in self.buckets[index].parameters
+                    if parameter.name not in part
+                )
+                raise ConfigurationError(
+                    f"some gradients were not handed in before the end of the step: {missing}; "
+                    "hand in None for a parameter that takes no part in it"
+                )
             self._conclude_agreement()
             pending = sorted(self._in_flight, key=lambda flight: flight.bucket.index)
             while pending:
@@ -197,7 +205,8 @@ class Engine:
             **self.options,
         }
         request = Allgather(settings_message(ops, settings, like))
-        name = f"{self.scope}{self.buckets[0].name}.settings"
+        # Named after what grouping does not change: workers whose buckets differ must meet here to find that out.
+        name = f"{self.scope}{min(parameter.name for parameter in self.parameters)}.settings"
         self._agreement = (self.transport.start(request, name), ops)
 
     def _conclude_agreement(self) -> None:
@@ -268,7 +277,8 @@ class _Tensors:
                 out = method.combine(ops, out, engine.transport.workers)
                 results[parameter.name] = self._scaled(out)
             for each in received:
-                each.frames.end()
+                if each.frames.left:
+                    raise PayloadError(f"rank {each.rank} sent {each.frames.left} bytes more than its frames need")
             self._keep(residuals)
         return results
 
