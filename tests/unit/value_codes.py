@@ -9,12 +9,15 @@ import numpy as np
 from arrays import array_of, as_numpy
 
 from hvd_gradcomp.compressors import (
+    BF16,
+    FP16,
     QSGD,
     Context,
     Dynamic8,
     Int8,
     Linear,
     Natural,
+    NoCompression,
     OneBit,
     ScaledSign,
     Sign,
@@ -49,6 +52,20 @@ CODES: tuple[ValueCode, ...] = (
     ScaledSign(block=32),
     OneBit(block=64),
     OneBit(block=None),
+)
+
+#: One code for each format of `wire.codes`.
+FORMATS: tuple[ValueCode, ...] = (
+    NoCompression(),
+    FP16(),
+    BF16(),
+    Int8(block=64),
+    Linear(bits=4, block=32),
+    QSGD(),
+    TernGrad(),
+    ScaledSign(block=32),
+    Natural(),
+    Dynamic8(block=64),
 )
 
 
