@@ -167,7 +167,8 @@ def test_a_tensor_too_large_for_the_format(ops):
     [
         (HEADER.pack(9, 0, 0), 10, 1, "unknown index code 9"),
         (HEADER.pack(ALL, 0, 0), 10, 9, "all of 10"),
-        (HEADER.pack(RICE, 32, 0), 10, 1, "Rice code with 32 bits"),
+        (HEADER.pack(RICE, 32, 0), LARGEST, 1, "Rice code with 32 low bits"),
+        (HEADER.pack(RICE, 4, 0), 10, 2, "Rice code with 4 low bits for 2 of 10"),
         (HEADER.pack(RICE, 0, 4) + bytes([1, 0, 0, 0]), 10, 2, "holds 1 gaps"),
         (HEADER.pack(RICE, 0, 4) + bytes([0, 0, 0, 128]), 10, 1, "not ascending within a tensor of 10"),
         (HEADER.pack(RICE, 0, 400), 10, 1, "truncated"),
