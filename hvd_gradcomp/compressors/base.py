@@ -193,6 +193,16 @@ class Compressor:
         """
         raise NotImplementedError
 
+    def combine(self, ops: Ops, total: Array, workers: int) -> Array:
+        """What takes the place of the workers' sum, given the sum of what their frames decode to: by default, that sum.
+
+        For methods whose workers vote. The engine divides by the worker count afterwards where it averages.
+
+        Args:
+            total: float32, shape (n,); may change in place. The same bits on every worker.
+        """
+        return total
+
     def summands(self, ops: Ops, x: Array, context: Context) -> tuple[Array, Array]:
         """What to add over the workers (float32, exact in `sum_kind`, shape (m,)), and the residual (shape (n,))."""
         raise NotImplementedError

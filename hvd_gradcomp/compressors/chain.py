@@ -155,6 +155,9 @@ class Chain(Compressor):
     def positions_sent(self, ops: Ops, frame: Array | None, like: Array, context: Context) -> Array | None:
         return self.sparsifier.positions_sent(ops, frame, like, context)
 
+    def combine(self, ops: Ops, total: Array, workers: int) -> Array:
+        return self.code.combine(ops, total, workers)
+
     def expected_bytes(self, size: int) -> float:
         return self.sparsifier.kept(size) * (self.sparsifier.position_bits(size) + self.code.value_bits()) / 8
 

@@ -132,7 +132,7 @@ class Passage:
                 out = self._blank(unit, like)
                 for each in received:
                     out = self._decode_add(unit, each.rank, each.frames, out)
-                totals[unit.name] = out
+                totals[unit.name] = self._method_of(unit).combine(ops, out, engine.transport.workers)
             for each in received:
                 if each.frames.left:
                     raise PayloadError(f"rank {each.rank} sent {each.frames.left} bytes more than its frames need")
