@@ -265,7 +265,9 @@ class Compressor:
     # -- looks ------------------------------------------------------------------------------------------------------
 
     def __rshift__(self, code: object) -> Compressor:
-        raise UnsupportedError(f"{self} does not select values, so nothing can be coded after it with >>")
+        raise ConfigurationError(
+            f"{self} >> {code}: the left side must select values, as TopK does, for the right side to code"
+        )
 
     def __str__(self) -> str:
         return call_spec(self)

@@ -64,8 +64,8 @@ class CountSketch(Compressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_number("ratio", self.ratio, "0 < ratio <= 1", 0 < number(self.ratio) <= 1)
-        require_number("width", self.width, "width >= 1", 1 <= number(self.width) < math.inf)
+        require_number(self, "ratio", "0 < ratio <= 1", 0 < number(self.ratio) <= 1)
+        require_number(self, "width", "width >= 1", 1 <= number(self.width) < math.inf)
         if isinstance(self.rows, bool) or self.rows not in _ROWS:
             raise ConfigurationError(f"rows must be one of {_ROWS}, got {self.rows!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
