@@ -72,8 +72,7 @@ def read_payload(data: bytes, frames: int) -> tuple[int, bool, list[Frame]]:
     """The fingerprint, whether it is not finite, and `frames` frames."""
     magic, version, flags, fingerprint, length, checksum = struct.unpack("<2sBBIII", data[:16])
     assert (magic, version, length) == (b"HG", 1, len(data))
-    sums = _weighted(data[16:]) + 0x9E3779B1 * _weighted(data[18:-2])
-    assert checksum == (zlib.crc32(data[:12]) + sums) % 2**32
+    assert checksum == zlib.crc32(data[:12] + struct.pack("<II", _weighted(data[16:]), _weighted(data[18:-2])))
     rest = Bytes(data[16:])
     found = [_read_frame(rest) for _ in range(frames)]
     assert not rest.data
@@ -82,7 +81,7 @@ def read_payload(data: bytes, frames: int) -> tuple[int, bool, list[Frame]]:
 
 def _weighted(data: bytes) -> int:
     words = struct.unpack(f"<{len(data) // 4}I", data)
-    return sum((2 * place + 1) * word for place, word in enumerate(words))
+    return sum((2 * place + 1) * word for place, word in enumerate(words)) % 2**32
 
 
 def read_frame(data: bytes) -> Frame:
