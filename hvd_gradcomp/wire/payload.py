@@ -99,9 +99,9 @@ def _read_payload(reader: Reader, rank: int, before: int | None) -> tuple[int, R
 def _checksum(ops: Ops, header: bytes, body: Array) -> int:
     """32 bits for everything: the CRC-32 of the header and two sums over the body.
 
-    The second sum runs over words that begin half a word later: in one sum alone, changes to the upper bits of two words
-    would cancel out, as 2**31 times an even number is nothing. Sums added to the checksum as they are, without a CRC,
-    would not show a number that is added to both the first word and the checksum.
+    The second sum runs over words that begin half a word later: in one sum alone, changes to the upper bits of two
+    words would cancel out, as 2**31 times an even number is nothing. Sums added to the checksum as they are, without a
+    CRC, would not show a number that is added to both the first word and the checksum.
     """
     sums = (ops.checksum(part) if len(part) else 0 for part in (body, body[2:-2]))
     return zlib.crc32(header + SUMS.pack(*sums))
