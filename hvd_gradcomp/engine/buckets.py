@@ -11,11 +11,19 @@ BUCKET_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter to exchange: its name, number of elements, and the format ("float32", ...) of its gradient."""
+    """A parameter to exchange.
+
+    Attributes:
+        name: the same on all workers.
+        size: number of elements.
+        kind: the format ("float32", ...) of its gradient.
+        shape: for methods that see it as a matrix; None when unknown.
+    """
 
     name: str
     size: int
     kind: str
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -59,9 +67,9 @@ def plan_buckets(
         parts += [[by_name.pop(name) for name in group if name in by_name] for group in groups]
         parts += [[parameter] for parameter in by_name.values()]
         return _numbered(parts)
-    filled = bucket_bytes
+    filled = 0
     for parameter in reversed(parameters):
-        if filled + 4 * parameter.size > bucket_bytes:
+        if not parts or filled + 4 * parameter.size > bucket_bytes:
             parts.append([])
             filled = 0
         parts[-1].append(parameter)

@@ -89,6 +89,10 @@ class Ops(ABC):
         """`x` with `x[positions] += values`; may change `x` in place. Positions must be distinct."""
 
     @abstractmethod
+    def scatter_add(self, x: Array, positions: Array, values: Array) -> Array:
+        """`x` with each of `values` added at its position, in any order; positions may repeat. May change `x`."""
+
+    @abstractmethod
     def accumulate(self, x: Array, y: Array) -> Array:
         """`x + y`; may change `x` in place."""
 
@@ -161,6 +165,27 @@ class Ops(ABC):
     @abstractmethod
     def total(self, x: Array) -> int:
         """The sum of int64 (or bool) values as a Python int."""
+
+    @abstractmethod
+    def matmul(
+        self,
+        x: Array,
+        y: Array,
+        rows: int,
+        inner: int,
+        columns: int,
+        *,
+        x_transposed: bool = False,
+        y_transposed: bool = False,
+    ) -> Array:
+        """The product of two float32 matrices, each given row by row: (rows, inner) times (inner, columns).
+
+        A transposed one is given as (inner, rows) or (columns, inner). Sums may be made in any order, so backends
+        differ by rounding; the same backend on the same kind of machine gives the same bits.
+
+        Returns:
+            float32, shape (rows * columns,), row by row.
+        """
 
     @abstractmethod
     def all_finite(self, x: Array) -> bool:

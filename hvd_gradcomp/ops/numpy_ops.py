@@ -72,6 +72,10 @@ class NumpyOps(Ops):
             x[positions] += values
         return x
 
+    def scatter_add(self, x: Array, positions: Array, values: Array) -> Array:
+        np.add.at(x, positions, values)
+        return x
+
     def accumulate(self, x: Array, y: Array) -> Array:
         # Gradients of 1e38 may overflow here: the engine looks for infinities afterwards.
         with np.errstate(over="ignore", invalid="ignore"):
@@ -130,6 +134,23 @@ class NumpyOps(Ops):
 
     def total(self, x: Array) -> int:
         return int(x.sum(dtype=np.int64))
+
+    def matmul(
+        self,
+        x: Array,
+        y: Array,
+        rows: int,
+        inner: int,
+        columns: int,
+        *,
+        x_transposed: bool = False,
+        y_transposed: bool = False,
+    ) -> Array:
+        left = x.reshape(inner, rows).T if x_transposed else x.reshape(rows, inner)
+        right = y.reshape(columns, inner).T if y_transposed else y.reshape(inner, columns)
+        # Values that are not finite, or too large to multiply, are found afterwards.
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.ascontiguousarray(left @ right).reshape(-1)
 
     def all_finite(self, x: Array) -> bool:
         return bool(np.isfinite(x).all())

@@ -73,6 +73,9 @@ class TorchOps(Ops):
     def put_add(self, x: Array, positions: Array, values: Array) -> Array:
         return x.index_add_(0, positions, values)
 
+    def scatter_add(self, x: Array, positions: Array, values: Array) -> Array:
+        return x.index_add_(0, positions, values)
+
     def accumulate(self, x: Array, y: Array) -> Array:
         return x.add_(y)
 
@@ -128,6 +131,21 @@ class TorchOps(Ops):
 
     def total(self, x: Array) -> int:
         return int(x.sum())
+
+    def matmul(
+        self,
+        x: Array,
+        y: Array,
+        rows: int,
+        inner: int,
+        columns: int,
+        *,
+        x_transposed: bool = False,
+        y_transposed: bool = False,
+    ) -> Array:
+        left = x.reshape(inner, rows).t() if x_transposed else x.reshape(rows, inner)
+        right = y.reshape(columns, inner).t() if y_transposed else y.reshape(inner, columns)
+        return (left @ right).reshape(-1)
 
     def all_finite(self, x: Array) -> bool:
         # One pass and no temporary: the extremes are NaN or infinite exactly if some value is.
