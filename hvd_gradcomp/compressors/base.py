@@ -146,6 +146,8 @@ class Compressor:
     sum_kind: ClassVar[str] = "float32"
     #: Whether summands mean something only among workers that agree on the step, such as positions drawn from it.
     draws: ClassVar[bool] = False
+    #: Whether `combine` gives something else than the sum, for which a dense exchange cannot stand in.
+    votes: ClassVar[bool] = False
     #: The name in a spec string.
     spec_name: ClassVar[str]
 
@@ -196,7 +198,8 @@ class Compressor:
     def combine(self, ops: Ops, total: Array, workers: int) -> Array:
         """What takes the place of the workers' sum, given the sum of what their frames decode to: by default, that sum.
 
-        For methods whose workers vote. The engine divides by the worker count afterwards where it averages.
+        For methods whose workers vote, which set `votes`. Where the engine averages, it divides by the worker count
+        afterwards.
 
         Args:
             total: float32, shape (n,); may change in place. The same bits on every worker.

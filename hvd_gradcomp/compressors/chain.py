@@ -127,6 +127,7 @@ class Chain(Compressor):
         adds = self.sparsifier.meets == "sum" and self.code.meets in ("sum", "dense")
         object.__setattr__(self, "meets", "sum" if adds else "gather")
         object.__setattr__(self, "sum_kind", self.code.sum_kind)
+        object.__setattr__(self, "votes", self.code.votes)
         super().__post_init__()
 
     def at(self, step: int) -> Compressor:

@@ -67,7 +67,7 @@ class Linear(ValueCode):
     def encode_values(self, ops: Ops, values: Array, context: Context) -> tuple[Array, Array]:
         block, most = length_of(self.block), (1 << (self.bits - 1)) - 1
         largest = block_max(ops, ops.abs(values), block)
-        steps = usable(ops, ops.clip(largest, 0.0, LARGEST) / most)
+        steps = usable(ops, ops.divide(ops.clip(largest, 0.0, LARGEST), most))
         key = context.key(self.seed) if self.rounding == "stochastic" else None
         levels, decoded = quantize(ops, values, steps, block, most, key)
         if most == MOST_LEVELS:

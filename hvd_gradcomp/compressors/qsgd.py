@@ -74,7 +74,7 @@ class QSGD(ValueCode):
             norms = Ratios.of(ops, values, bucket).norm(ops)
         else:
             norms = ops.clip(block_max(ops, ops.abs(values), bucket), 0.0, LARGEST)
-        steps = usable(ops, norms / self.levels)
+        steps = usable(ops, ops.divide(norms, self.levels))
         levels, decoded = quantize(ops, values, steps, bucket, self.levels, context.key(self.seed))
         whole = ops.cast(levels, "int64")
         coded = encode_levels(ops, whole, steps, bucket.bit_length() - 1, self.levels, shorter=True)

@@ -21,11 +21,12 @@ class Sign(ValueCode):
     Decoded = sign(v), where sign(0) = 1, as +1 or -1; result = sign(sum over the workers), an average in {-1, 0, 1}
     (0 where the vote is split evenly; with op=Sum, the worker count times that). 1 bit a value, three passes.
 
-    The scale of the gradient is gone: choose a learning rate as for Adam (1e-4 to 1e-3), not as for SGD. Biased. Votes
-    are no sums, so error feedback cannot account for what they drop, and by default there is no memory; for error
-    feedback use `ScaledSign`. Signum is this with the memory `Momentum`, which sends the momentum's sign instead of the
-    gradient's: recommended, since it lowers the noise that flips signs. Fewer than half
-    of the workers, whatever they send, cannot turn a sign on which all others agree.
+    The scale of the gradient is gone, for which reason no tensor is too small to take part, and no worker count makes
+    the engine exchange gradients instead. So choose a learning rate as for Adam (1e-4 to 1e-3), not as for SGD. Biased.
+    Votes are no sums, so error feedback cannot account for what they drop, and by default there is no memory; for error
+    feedback use `ScaledSign`. Signum is `Sign(memory=Momentum(0.9))`, which sends the sign of an average of gradients:
+    recommended, since it lowers the noise that flips signs. Fewer than half of the workers, whatever they send, cannot
+    turn a sign on which all others agree.
 
     Use it with many workers and noisy links. Not where some workers see gradients that others do not: small but
     consistent components count as much as large ones.
@@ -38,8 +39,10 @@ class Sign(ValueCode):
     """
 
     spec_name: ClassVar[str] = "sign"
+    votes: ClassVar[bool] = True
 
     memory: Memory = field(default=NoMemory(), kw_only=True)
+    dense_below: int = field(default=0, kw_only=True)
 
     def value_bits(self) -> float:
         return 1.0

@@ -70,6 +70,6 @@ class TernGrad(ValueCode):
         largest = ops.clip(block_max(ops, ops.abs(values), block), 0.0, LARGEST)
         if self.clip is not None:
             sigma = Ratios.of(ops, values, block).root_mean_square(ops)
-            clips = sigma < largest / self.clip
+            clips = sigma < largest * (1 / self.clip)
             largest = ops.where(clips, ops.where(clips, sigma, 0.0) * self.clip, largest)
         return usable(ops, largest)

@@ -223,7 +223,7 @@ class Engine:
     def _method(self, parameters: Sequence[Parameter], counters: BucketCounters, step: int) -> Compressor:
         """The compressor, or a dense exchange where that moves fewer bytes at this worker count."""
         compressor = self.compressor.at(step)
-        if compressor.meets != "gather":
+        if compressor.meets != "gather" or compressor.votes:
             return compressor
         units = units_of(parameters, compressor.granularity)
         payload = sum(compressor.expected_bytes(unit.size) for unit in units)

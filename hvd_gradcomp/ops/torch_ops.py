@@ -80,7 +80,8 @@ class TorchOps(Ops):
         return x.add_(y)
 
     def divide(self, x: Array, divisor: int) -> Array:
-        return x.div_(divisor)
+        # By a tensor: for a plain number a GPU would multiply by its reciprocal, and round differently.
+        return x.div_(x.new_full((), divisor))
 
     def clear(self, x: Array) -> Array:
         return x.zero_()

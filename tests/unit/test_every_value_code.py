@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference_format
 import torch
 from arrays import BACKENDS, array_of, bits_of, gradient, kinds, seeds
 from fuzzing import fuzz
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from value_codes import CODES, CONTEXT, coded, decoded
 
 from hvd_gradcomp.compressors import Context, Linear, Natural, TopK, ValueCode, compression_from_spec
-from hvd_gradcomp.errors import ConfigurationError, NonFiniteError
+from hvd_gradcomp.errors import ConfigurationError, NonFiniteError, PayloadError
 from hvd_gradcomp.ops import Ops, backend
+from hvd_gradcomp.wire.codes import HEADER
 from hvd_gradcomp.wire.parts import Reader
+from hvd_gradcomp.wire.values import decode_values
 
 # One test a code, so that a failure names the code.
 all_codes = pytest.mark.parametrize("code", CODES, ids=str)
@@ -39,6 +42,17 @@ def test_same_bytes_on_every_backend_and_they_decode_to_what_was_promised(
         assert np.array_equal(found, promised)
         results.append((bits_of(data), promised.tobytes()))
     assert all(result == results[0] for result in results)
+
+
+@all_codes
+@settings(max_examples=5)
+@given(kind=kinds, seed=seeds, count=st.integers(0, 150))
+def test_bytes_are_what_the_documentation_says(code: ValueCode, kind: str, seed: int, count: int) -> None:
+    data, promised = coded(code, backend("numpy"), gradient(kind, (count,), seed))
+    body = reference_format.Bytes(data.tobytes())
+    _, values = reference_format.read_values(body, count)
+    assert not body.data
+    assert np.array_equal(values, promised)
 
 
 @all_codes
@@ -138,6 +152,39 @@ def is_stochastic(code: ValueCode) -> bool:
 def test_mutated_frames_are_refused_or_decode_to_something_of_the_right_size(code: ValueCode, ops: Ops) -> None:
     report = fuzz(code, runs=150, seed=1, ops=ops)
     assert report.refused + report.decoded == 150
+
+
+ONE = np.float32([1]).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("header", "rest", "count", "message"),
+    [
+        ((4, 0, 0), b"", 0, "0 levels on each side of zero"),
+        ((4, 0, 128), b"", 0, "128 levels on each side of zero"),
+        ((4, 32, 1), b"", 1, "blocks of 2\\*\\*32"),
+        ((4, 31, 1), ONE + b"\3", 1, "lies outside -1 ... 1"),
+        ((4, 31, 1), np.float32([np.nan]).tobytes() + b"\0", 1, "scale is not finite"),
+        ((5, 31, 1), ONE + (2).to_bytes(4, "little") + bytes(2), 1, "2 bytes of unary lengths for 1 levels"),
+        ((5, 31, 1), ONE + (1).to_bytes(4, "little") + b"\3", 1, "holds 2 levels, 1 are expected"),
+        ((5, 31, 1), ONE + (1).to_bytes(4, "little") + b"\4", 1, "lies outside -1 ... 1"),
+        ((5, 31, 5), ONE + (1).to_bytes(4, "little") + b"\4\0\0\0" + b"\3", 1, "lies outside -5 ... 5"),
+        ((6, 31, 0), ONE + b"\xf3", 1, "does not hold five trits"),
+        ((7, 31, 0), ONE + np.float32([-np.inf]).tobytes() + b"\0", 1, "scale is not finite"),
+        ((8, 0, 1), b"\0", 1, "from exponent 0"),
+        ((8, 255, 1), b"\0", 1, "from exponent 255"),
+        ((8, 1, 10), b"\0\0", 1, "in 10 bits"),
+        ((8, 254, 3), b"\4", 1, "lies outside float32"),
+        ((8, 1, 2), b"\1", 1, "zero has a sign"),
+        ((9, 31, 0), ONE, 1, "truncated"),
+    ],
+)
+def test_bytes_that_no_code_writes(
+    ops: Ops, header: tuple[int, int, int], rest: bytes, count: int, message: str
+) -> None:
+    data = np.frombuffer(HEADER.pack(*header) + rest, np.uint8)
+    with pytest.raises(PayloadError, match=message):
+        decode_values(Reader(ops, array_of(ops, data)), count)
 
 
 def test_a_code_on_the_left_of_another_is_an_error() -> None:

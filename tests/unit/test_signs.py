@@ -11,7 +11,8 @@ from simulated_cluster import Cluster
 from steps import engines_of, parameters_of, step
 from value_codes import coded, through
 
-from hvd_gradcomp.compressors import Compressor, OneBit, ScaledSign, Sign, TopK
+from hvd_gradcomp.compressors import Compressor, OneBit, ScaledSign, Sign, TopK, compression_from_spec
+from hvd_gradcomp.feedback import Momentum
 from hvd_gradcomp.ops import Ops, backend
 
 
@@ -98,6 +99,29 @@ def test_a_minority_cannot_turn_a_sign_on_which_the_others_agree(ops: Ops) -> No
     honest = gradient("normal", (500,), 3)
     results = vote(ops, Sign(), [honest, honest, honest, honest * -1e30, honest * -1e30])
     assert np.array_equal(results[0], np.sign(honest))
+
+
+def test_signum_votes_on_the_signs_of_averages(ops: Ops) -> None:
+    compressor = compression_from_spec("sign(memory=momentum(beta=0.5))")
+    assert compressor == Sign(memory=Momentum(0.5))
+    cluster = Cluster(3)
+    engines = engines_of(cluster, compressor, parameters_of([(500,), (3,)]))
+    averages = [np.zeros(500), np.zeros(500), np.zeros(500)]
+    for number in range(3):
+        gradients = [gradient("normal", (500,), (number, rank)) for rank in range(3)]
+        results = step(cluster, engines, ops, [{"p0": each, "p1": each[:3]} for each in gradients])
+        averages = [0.5 * old + 0.5 * new for old, new in zip(averages, gradients, strict=True)]
+        expected = np.sign(np.sign(averages).sum(axis=0))
+        assert np.array_equal(results[0]["p0"], expected)
+        # However small, a tensor is voted on: the learning rate of signs would be none for its gradient.
+        assert np.array_equal(results[2]["p1"], expected[:3])
+
+
+def test_no_worker_count_makes_gradients_travel_in_the_place_of_votes() -> None:
+    ops = backend("numpy")
+    gradients = [gradient("normal", (64,), (7, rank)) for rank in range(70)]
+    assert set(vote(ops, Sign(), gradients)[0].tolist()) <= {-1, 0, 1}
+    assert set(vote(ops, TopK(0.5, dense_below=0) >> Sign(), gradients)[0].tolist()) <= {-1, 0, 1}
 
 
 def test_votes_for_selected_values_alone(ops: Ops) -> None:
