@@ -148,6 +148,8 @@ class Compressor:
     sum_kind: ClassVar[str] = "float32"
     #: Whether summands mean something only among workers that agree on the step, such as positions drawn from it.
     draws: ClassVar[bool] = False
+    #: Whether `combine` gives something else than the sum, for which a dense exchange cannot stand in.
+    votes: ClassVar[bool] = False
     #: The name in a spec string.
     spec_name: ClassVar[str]
 
@@ -209,6 +211,17 @@ class Compressor:
     def wanted(self, size: int) -> int:
         """How many of the largest magnitudes of a tensor of `size` elements `encode` will ask for; 0 for none."""
         return 0
+
+    def combine(self, ops: Ops, total: Array, workers: int) -> Array:
+        """What takes the place of the workers' sum, given the sum of what their frames decode to: by default, that sum.
+
+        For methods whose workers vote, which set `votes`. Where the engine averages, it divides by the worker count
+        afterwards.
+
+        Args:
+            total: float32, shape (n,); may change in place. The same bits on every worker.
+        """
+        return total
 
     def summands(self, ops: Ops, x: Array, context: Context) -> tuple[Array, Array]:
         """What to add over the workers (float32, exact in `sum_kind`, shape (m,)), and the residual (shape (n,))."""
@@ -272,7 +285,9 @@ class Compressor:
     # -- looks ------------------------------------------------------------------------------------------------------
 
     def __rshift__(self, code: object) -> Compressor:
-        raise UnsupportedError(f"{self} does not select values, so nothing can be coded after it with >>")
+        raise ConfigurationError(
+            f"{self} >> {code}: {self} does not select values, as TopK does, so nothing can be coded after it"
+        )
 
     def __str__(self) -> str:
         return call_spec(self)

@@ -1,8 +1,8 @@
 """Numbers of blocks of consecutive values (extremes, norms, means), the same bits on every backend.
 
-Sums are taken in one fixed order (`Ops.row_sum`), of values divided by the block's largest magnitude, so that nothing
-overflows. Some backends round subnormal numbers to zero, so none may matter: ratios below 2**-60 count as zero, and so
-does a block whose values are all too small to be divided safely.
+Sums are taken in one fixed order (`Ops.row_sum`), of values divided by the power of two at or below the block's largest
+magnitude: that is exact, and nothing overflows. Some backends round subnormal numbers to zero, so none may matter:
+ratios below 2**-60 count as zero, and so does a block whose values are all too small to be divided safely.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ SMALLEST = 2.0**-100
 #: The smallest normal float32.
 TINY = 2.0**-126
 _SMALLEST_RATIO = 2.0**-60
+# The exponent's bits in a float32.
+_EXPONENT = 0x7F800000
 
 
-def check_block(block: int | None) -> None:
+def check_block(block: int | None, name: str = "block") -> None:
     """Refuse a block length that is neither None (the whole tensor) nor a power of two.
 
     Raises:
@@ -32,7 +34,7 @@ def check_block(block: int | None) -> None:
         return
     if isinstance(block, bool) or not isinstance(block, int) or not 1 <= block <= WHOLE or block & (block - 1):
         raise ConfigurationError(
-            f"block must be a power of two up to 2**31, or None for the whole tensor, got {block!r}"
+            f"{name} must be a power of two up to 2**31, or None for the whole tensor, got {block!r}"
         )
 
 
@@ -63,25 +65,25 @@ def block_sum(ops: Ops, x: Array, block: int) -> Array:
 
 @dataclass(frozen=True)
 class Ratios:
-    """Values divided by the largest magnitude of their block.
+    """Values divided by a power of two near the largest magnitude of their block.
 
     Attributes:
-        values: float32, shape (count,), in [-1, 1], without subnormal numbers.
-        largest: float32, shape (blocks,): what they were divided by; zero where all ratios were made zero.
+        values: float32, shape (count,), in (-2, 2), without subnormal numbers.
+        powers: float32, shape (blocks,): what they were divided by; zero where all ratios were made zero.
         block: the block length.
     """
 
     values: Array
-    largest: Array
+    powers: Array
     block: int
 
     @classmethod
     def of(cls, ops: Ops, x: Array, block: int) -> Ratios:
         """The ratios of float32 `x` (count,). Four passes."""
-        largest = usable(ops, block_max(ops, ops.abs(x), block))
-        each = spread(ops, largest, block, len(x))
+        powers = usable(ops, _power_of_two(ops, block_max(ops, ops.abs(x), block)))
+        each = spread(ops, powers, block, len(x))
         ratios = ops.where(each > 0, x, 0.0) / ops.where(each > 0, each, 1.0)
-        return cls(ops.where(ops.abs(ratios) >= _SMALLEST_RATIO, ratios, 0.0), largest, block)
+        return cls(ops.where(ops.abs(ratios) >= _SMALLEST_RATIO, ratios, 0.0), powers, block)
 
     def norm(self, ops: Ops) -> Array:
         """The L2 norm of each block, at most LARGEST; shape (blocks,)."""
@@ -89,22 +91,22 @@ class Ratios:
         # The norm of the ratios is at least one wherever there is one that is not zero.
         divisors = ops.where(roots > 0, roots, 1.0)
         bound = (roots * 0.0 + LARGEST) / divisors
-        return ops.where(self.largest > bound, bound, self.largest) * roots
+        return ops.where(self.powers > bound, bound, self.powers) * roots
 
     def root_mean_square(self, ops: Ops) -> Array:
         """sqrt(mean(x**2)) of each block, shape (blocks,)."""
         sums = block_sum(ops, self.values * self.values, self.block)
-        return self.largest * ops.sqrt(sums / self._counts(ops))
+        return self.powers * ops.sqrt(sums / self._counts(ops))
 
     def mean_magnitude(self, ops: Ops) -> Array:
         """mean(|x|) of each block, shape (blocks,)."""
-        return self.largest * (block_sum(ops, ops.abs(self.values), self.block) / self._counts(ops))
+        return self.powers * (block_sum(ops, ops.abs(self.values), self.block) / self._counts(ops))
 
     def mean_where(self, ops: Ops, mask: Array) -> Array:
         """The mean of each block's values at which `mask` (bool, (count,)) is true, zero where there are none."""
         sums = block_sum(ops, ops.where(mask, self.values, 0.0), self.block)
         counts = block_sum(ops, ops.cast(mask, "float32"), self.block)
-        means = self.largest * (sums / ops.where(counts > 0, counts, 1.0))
+        means = self.powers * (sums / ops.where(counts > 0, counts, 1.0))
         return ops.where(ops.abs(means) >= TINY, means, 0.0)
 
     def _counts(self, ops: Ops) -> Array:
@@ -112,7 +114,13 @@ class Ratios:
         count = len(self.values)
         blocks = block_count(self.block, count)
         if not blocks:
-            return self.largest
+            return self.powers
         zero = ops.zeros(1, "float32", self.values)
         last = zero + (count - (blocks - 1) * self.block)
         return ops.concat([ops.repeat(zero + self.block, blocks - 1), last]) if blocks > 1 else last
+
+
+def _power_of_two(ops: Ops, x: Array) -> Array:
+    """The largest power of two that is not above each of float32 `x` >= 0; zero for subnormal numbers."""
+    bits = ops.cast(ops.from_bytes(ops.bytes_of(x), "int32"), "int64")
+    return ops.from_bytes(ops.pack_uint(ops.bit_and(bits, _EXPONENT), 32), "float32")

@@ -152,6 +152,7 @@ class Chain(Compressor):
         adds = self.sparsifier.meets == "sum" and self.code.meets in ("sum", "dense")
         object.__setattr__(self, "meets", "sum" if adds else "gather")
         object.__setattr__(self, "sum_kind", self.code.sum_kind)
+        object.__setattr__(self, "votes", self.code.votes)
         super().__post_init__()
 
     def wanted(self, size: int) -> int:
@@ -185,6 +186,9 @@ class Chain(Compressor):
 
     def decode_mean(self, ops: Ops, frames: Sequence[Reader], out: Array, divisor: int) -> Array | None:
         return mean_sparse(ops, frames, out, divisor, self.code)
+
+    def combine(self, ops: Ops, total: Array, workers: int) -> Array:
+        return self.code.combine(ops, total, workers)
 
     def expected_bytes(self, size: int) -> float:
         return self.sparsifier.kept(size) * (self.sparsifier.position_bits(size) + self.code.value_bits()) / 8

@@ -71,7 +71,7 @@ class Linear(ValueCode):
             if at_once is not None:
                 return at_once
         largest = block_max(ops, ops.abs(values), block)
-        steps = usable(ops, ops.clip(largest, 0.0, LARGEST) / most)
+        steps = usable(ops, ops.divide(ops.clip(largest, 0.0, LARGEST), most))
         key = context.key(self.seed) if self.rounding == "stochastic" else None
         levels, decoded = quantize(ops, values, steps, block, most, key)
         if most == MOST_LEVELS:

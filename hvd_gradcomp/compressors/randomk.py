@@ -51,7 +51,7 @@ class RandomK(Sparsifier):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_number("ratio", self.ratio, "0 < ratio <= 1", 0 < number(self.ratio) <= 1)
+        require_number(self, "ratio", "0 < ratio <= 1", 0 < number(self.ratio) <= 1)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigurationError(f"seed must be an integer, got {self.seed!r}")
         if self.unbiased and "residual" in self.memory.parts:
@@ -85,7 +85,7 @@ class RandomK(Sparsifier):
         return None if self.kept(len(like)) == len(like) else self._drawn(ops, len(like), like, context)
 
     def scale(self, size: int) -> float:
-        return size / self.kept(size) if self.unbiased else 1.0
+        return size / self.kept(size) if self.unbiased and size else 1.0
 
     def _drawn(self, ops: Ops, size: int, like: Array, context: Context) -> Array:
         return draw_positions(ops, int(self.kept(size)), size, context.shared_key(self.seed), like)

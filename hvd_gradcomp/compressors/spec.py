@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,14 @@ from hvd_gradcomp.compressors.cast import BF16, FP16, NoCompression
 from hvd_gradcomp.compressors.dgc import DGC
 from hvd_gradcomp.compressors.int8 import Int8
 from hvd_gradcomp.compressors.linear import Linear
+from hvd_gradcomp.compressors.natural import Natural
+from hvd_gradcomp.compressors.nonuniform import Dynamic8
 from hvd_gradcomp.compressors.powersgd import PowerSGD
+from hvd_gradcomp.compressors.qsgd import QSGD
 from hvd_gradcomp.compressors.randomk import RandomK
+from hvd_gradcomp.compressors.signs import OneBit, ScaledSign, Sign
 from hvd_gradcomp.compressors.sketch import CountSketch
+from hvd_gradcomp.compressors.terngrad import TernGrad
 from hvd_gradcomp.compressors.threshold import Threshold
 from hvd_gradcomp.compressors.topk import TopK, TopKInt8
 from hvd_gradcomp.errors import ConfigurationError
@@ -25,6 +31,13 @@ _COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "bf16": BF16,
     "int8": Int8,
     "linear": Linear,
+    "dynamic8": Dynamic8,
+    "natural": Natural,
+    "qsgd": QSGD,
+    "terngrad": TernGrad,
+    "sign": Sign,
+    "scaled_sign": ScaledSign,
+    "onebit": OneBit,
     "topk": TopK,
     "topk_int8": TopKInt8,
     "randomk": RandomK,
@@ -63,10 +76,8 @@ def compression_from_spec(spec: str) -> Compressor:
     Raises:
         ConfigurationError: the spec does not parse, or names what does not exist, or an argument is out of range.
     """
-    text = spec.strip()
-    # A lone name may be written as on a command line; inside a longer spec a hyphen could be a minus.
-    if text.replace("-", "_").isidentifier():
-        text = text.replace("-", "_")
+    # A hyphen between letters joins a name, as on a command line; before a digit it is a minus.
+    text = _HYPHEN.sub(r"\1_", spec.strip())
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:
@@ -74,6 +85,7 @@ def compression_from_spec(spec: str) -> Compressor:
     return _compressor(tree, spec)
 
 
+_HYPHEN = re.compile(r"\b([A-Za-z_]\w*)-(?=[A-Za-z_])")
 _EXAMPLES = "examples: 'topk-int8', 'topk(ratio=0.001) >> int8', 'fp16', 'none'"
 
 
@@ -103,6 +115,8 @@ def _call(tree: ast.expr, known: dict[str, Callable[..., Any]], kind: str, spec:
     for keyword in call.keywords:
         if keyword.arg is None:
             raise ConfigurationError(f"{_bad(spec)}: '**' has no meaning here; {_EXAMPLES}")
+        if keyword.arg in options:
+            raise ConfigurationError(f"{_bad(spec)}: {keyword.arg!r} is repeated in {ast.unparse(tree)!r}")
         is_memory = keyword.arg == "memory"
         options[keyword.arg] = (
             _call(keyword.value, _MEMORIES, "memory", spec) if is_memory else _value(keyword.value, spec)
@@ -119,7 +133,7 @@ def _value(tree: ast.expr, spec: str) -> Any:
         return tree.id
     try:
         return ast.literal_eval(tree)
-    except ValueError:
+    except (ValueError, TypeError):
         raise ConfigurationError(
             f"{_bad(spec)}: {ast.unparse(tree)!r} is no plain value such as 0.01 or True"
         ) from None

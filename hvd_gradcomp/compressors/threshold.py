@@ -39,7 +39,7 @@ class Threshold(Sparsifier):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_number("value", self.value, "value > 0", 0 < number(self.value) < float("inf"))
+        require_number(self, "value", "value > 0", 0 < number(self.value) < float("inf"))
 
     def kept(self, size: int) -> float:
         return 0

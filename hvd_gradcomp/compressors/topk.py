@@ -37,6 +37,8 @@ class TopK(Sparsifier):
         super().__post_init__()
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 0 < self.ratio <= 1:
             raise ConfigurationError(f"ratio must be a number with 0 < ratio <= 1, got {self.ratio!r}")
+        # 1, 1.0 and numpy's 1.0 are equal and have to look so too: workers compare specs.
+        object.__setattr__(self, "ratio", float(self.ratio))
 
     def kept(self, size: int) -> float:
         return self.wanted(size)

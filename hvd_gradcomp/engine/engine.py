@@ -50,6 +50,8 @@ class Engine:
         bucket_bytes: see `plan_buckets`; with granularity "model" there is one bucket, whatever this and `groups` say.
         groups: see `plan_buckets`.
         scope: precedes the names of collectives, to tell apart engines whose parameters have equal names.
+        settings_name: the collective in which workers compare their settings; by default one of its own. It has to be
+            the same on workers whose parameters or settings differ, or they would wait for each other.
 
     Attributes:
         state: parameter name -> part -> what this worker keeps between steps: the parts of the memory, float32 (n,)
@@ -68,6 +70,7 @@ class Engine:
         bucket_bytes: int = BUCKET_BYTES,
         groups: Iterable[Iterable[str]] | None = None,
         scope: str = "",
+        settings_name: str = "",
     ) -> None:
         self.compressor = compressor
         self.parameters = tuple(parameters)
@@ -86,6 +89,9 @@ class Engine:
         self._resumed = 0
         self._gathering: dict[int, dict[str, Array | None]] = {}
         self._in_flight: list[_InFlight] = []
+        # Grouping does not change it: workers whose buckets differ must meet there to find that out.
+        own_name = f"{min((parameter.name for parameter in self.parameters), default='')}.settings"
+        self._settings_name = f"{scope}{settings_name or own_name}"
         self._agreed_workers = 0
         self._agreement: tuple[Any, Ops] | None = None
 
@@ -156,7 +162,7 @@ class Engine:
                     f"some gradients were not handed in before the end of the step: {missing}; "
                     "hand in None for a parameter that takes no part in it"
                 )
-            self._conclude_agreement()
+            self.conclude_agreement()
             pending = sorted(self._in_flight, key=lambda flight: flight.bucket.index)
             while pending:
                 pending = [flight for flight in pending if not self._advance(flight, results)]
@@ -171,13 +177,15 @@ class Engine:
         present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
         if not present:
             return
-        self._begin_agreement(next(iter(present.values())))
+        self.begin_agreement(next(iter(present.values())))
         exchange = self._exchange(bucket, present)
         request = next(exchange)
         self._in_flight.append(_InFlight(bucket, exchange, self._start(bucket, request, 0)))
 
     def _start(self, bucket: Bucket, request: Request, rounds: int) -> Any:
-        name = f"{self.scope}{bucket.name}" + (f".{rounds}" if rounds else "")
+        name = f"{self.scope}{bucket.name}"
+        if rounds or name == self._settings_name:
+            name += f".{rounds}"
         return self.transport.start(request, name)
 
     def _advance(self, flight: _InFlight, results: dict[str, Array]) -> bool:
@@ -215,7 +223,7 @@ class Engine:
     def _method(self, parameters: Sequence[Parameter], counters: BucketCounters, step: int) -> Compressor:
         """The compressor, or a dense exchange where that moves fewer bytes at this worker count."""
         compressor = self.compressor.at(step)
-        if compressor.meets != "gather":
+        if compressor.meets != "gather" or compressor.votes:
             return compressor
         units = units_of(parameters, compressor.granularity)
         payload = sum(compressor.expected_bytes(unit.size) for unit in units)
@@ -234,7 +242,12 @@ class Engine:
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 
-    def _begin_agreement(self, like: Array) -> None:
+    def begin_agreement(self, like: Array) -> None:
+        """Start to compare the workers' settings, unless these workers have done so; `submit` does it by itself.
+
+        Args:
+            like: an array on the device that collectives use.
+        """
         if self._agreed_workers == self.transport.workers or self._agreement is not None:
             return
         ops = ops_for(like)
@@ -245,11 +258,14 @@ class Engine:
             **self.options,
         }
         request = Allgather(settings_message(ops, settings, self.step, like))
-        # Named after what grouping does not change: workers whose buckets differ must meet here to find that out.
-        name = f"{self.scope}{min(parameter.name for parameter in self.parameters)}.settings"
-        self._agreement = (self.transport.start(request, name), ops)
+        self._agreement = (self.transport.start(request, self._settings_name), ops)
 
-    def _conclude_agreement(self) -> None:
+    def conclude_agreement(self) -> None:
+        """Wait for what `begin_agreement` started; `finish` does it by itself.
+
+        Raises:
+            ConfigurationError: workers were given different settings.
+        """
         if self._agreement is None:
             return
         (handle, ops), self._agreement = self._agreement, None

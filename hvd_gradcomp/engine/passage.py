@@ -228,16 +228,19 @@ class Passage:
 
     def _decoded(self, unit: Unit, received: Sequence[Received], like: Array) -> Array:
         """What all workers sent of a unit: at once where there is a kernel for it, else frame by frame."""
+        method, workers = self._method_of(unit), self.engine.transport.workers
         out = self._blank(unit, like)
-        divisor = self.engine.transport.workers if self.engine.average else 1
-        mean = self._method_of(unit).decode_mean(self.ops, [each.frames for each in received], out, divisor)
-        if mean is not None:
-            self.scaled.add(unit.name)
-            return mean
+        # A vote is taken from the sum.
+        if not method.votes:
+            divisor = workers if self.engine.average else 1
+            mean = method.decode_mean(self.ops, [each.frames for each in received], out, divisor)
+            if mean is not None:
+                self.scaled.add(unit.name)
+                return mean
         out = self.ops.clear(out)
         for each in received:
             out = self._decode_add(unit, each.rank, each.frames, out)
-        return out
+        return method.combine(self.ops, out, workers)
 
     def _decode_add(self, unit: Unit, rank: int, frames: Any, out: Array) -> Array:
         try:

@@ -120,7 +120,7 @@ class ErrorFeedback(Memory):
     decay: float = 1.0
 
     def __post_init__(self) -> None:
-        require_number("decay", self.decay, "0 < decay <= 1", 0 < number(self.decay) <= 1)
+        require_number(self, "decay", "0 < decay <= 1", 0 < number(self.decay) <= 1)
 
     def correct(
         self, ops: Ops, gradient: Array, state: Mapping[str, Array], workers: int
@@ -143,14 +143,18 @@ class ErrorFeedback(Memory):
         return {} if residual is None else {"residual": residual}
 
 
-def require_number(name: str, value: object, condition: str, holds: bool) -> None:
-    """Refuse a hyper-parameter.
+def require_number(part: object, name: str, condition: str, holds: bool) -> None:
+    """Refuse the hyper-parameter `name` of the frozen dataclass `part`, or make it a float.
+
+    1, 1.0 and numpy's 1.0 are equal and have to look so too: workers compare specs.
 
     Raises:
-        ConfigurationError: `value` is no number, or `holds` is false.
+        ConfigurationError: it is no number, or `holds` is false.
     """
+    value = getattr(part, name)
     if math.isnan(number(value)) or not holds:
         raise ConfigurationError(f"{name} must be a number with {condition}, got {value!r}")
+    object.__setattr__(part, name, float(value))
 
 
 def number(value: object) -> float:

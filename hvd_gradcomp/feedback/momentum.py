@@ -50,9 +50,9 @@ class MomentumCorrection(Memory):
     clip: float | None = None
 
     def __post_init__(self) -> None:
-        require_number("momentum", self.momentum, "0 <= momentum < 1", 0 <= number(self.momentum) < 1)
+        require_number(self, "momentum", "0 <= momentum < 1", 0 <= number(self.momentum) < 1)
         if self.clip is not None:
-            require_number("clip", self.clip, "clip > 0 (or None)", number(self.clip) > 0)
+            require_number(self, "clip", "clip > 0 (or None)", number(self.clip) > 0)
         for name in ("nesterov", "factor_masking"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -110,7 +110,7 @@ class Momentum(Memory):
     beta: float = 0.9
 
     def __post_init__(self) -> None:
-        require_number("beta", self.beta, "0 <= beta < 1", 0 <= number(self.beta) < 1)
+        require_number(self, "beta", "0 <= beta < 1", 0 <= number(self.beta) < 1)
 
     def correct(
         self, ops: Ops, gradient: Array, state: Mapping[str, Array], workers: int

@@ -16,7 +16,9 @@ class NumpyOps(Ops):
     name = "numpy"
 
     def flat32(self, x: Array) -> Array:
-        return np.ascontiguousarray(x, dtype=np.float32).reshape(-1)
+        # A float64 beyond float32 becomes infinity, which the engine looks for.
+        with np.errstate(over="ignore"):
+            return np.ascontiguousarray(x, dtype=np.float32).reshape(-1)
 
     def zeros(self, count: int, dtype: str, like: Array) -> Array:
         return np.zeros(count, dtype)
@@ -67,7 +69,8 @@ class NumpyOps(Ops):
         return x
 
     def put_add(self, x: Array, positions: Array, values: Array) -> Array:
-        x[positions] += values
+        with np.errstate(over="ignore", invalid="ignore"):
+            x[positions] += values
         return x
 
     def scatter_add(self, x: Array, positions: Array, values: Array) -> Array:
@@ -201,7 +204,8 @@ class NativeNumpyOps(NativeKernels, NumpyOps):
         return bool(x.dtype == dtype and flags.c_contiguous and flags.aligned and (flags.writeable or not written))
 
     def address(self, x: Array) -> int:
-        return int(x.ctypes.data)
+        start: int = x.__array_interface__["data"][0]
+        return start
 
     def room(self, count: int, dtype: str, like: Array) -> Array:
         return np.empty(count, dtype)

@@ -20,13 +20,15 @@ def top_positions(ops: Ops, magnitudes: Array, k: int) -> Array:
     """The positions of the k largest of `magnitudes` (float32, >= 0), ascending; zeros are never among them.
 
     Args:
-        magnitudes: float32, shape (n,), n >= 1.
-        k: 1 <= k <= n.
+        magnitudes: float32, shape (n,).
+        k: 1 <= k <= n; not looked at when n = 0.
 
     Returns:
         int64, shape (at most k,).
     """
     size = len(magnitudes)
+    if not size:
+        return ops.nonzero(magnitudes > 0)
     if size >= _SAMPLE_FROM and k <= size // 4:
         candidates = _candidates(ops, magnitudes, k)
         if candidates is not None:

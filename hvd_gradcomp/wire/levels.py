@@ -60,6 +60,12 @@ def level_bits(most: int) -> int:
     return (2 * most).bit_length()
 
 
+def gamma_bits(magnitude: int) -> int:
+    """Bits of a level of that magnitude in the gamma code."""
+    length = (magnitude + 1).bit_length() - 1
+    return 2 * length + 1 + (magnitude > 0)
+
+
 def decode_linear8(reader: Reader, block_log2: int, _: int, count: int) -> Array:
     """The reverse of `encode_linear8`, after its header: float32 values (count,)."""
     ops, block = reader.ops, read_block(block_log2)

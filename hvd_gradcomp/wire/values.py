@@ -10,8 +10,8 @@ from collections.abc import Callable
 from hvd_gradcomp.errors import PayloadError
 from hvd_gradcomp.ops import Array
 from hvd_gradcomp.ops.base import FLOAT_BYTES, Ops
-from hvd_gradcomp.wire import levels
-from hvd_gradcomp.wire.codes import HEADER, LEVELS, LEVELS_GAMMA, LINEAR8
+from hvd_gradcomp.wire import levels, nonuniform, powers, signs, trits
+from hvd_gradcomp.wire.codes import DYNAMIC8, HEADER, LEVELS, LEVELS_GAMMA, LINEAR8, POWERS, TRITS, TWO_VALUES
 from hvd_gradcomp.wire.parts import Reader, write
 
 #: The float formats, by their code.
@@ -21,6 +21,10 @@ _DECODERS: dict[int, Callable[[Reader, int, int, int], Array]] = {
     LINEAR8: levels.decode_linear8,
     LEVELS: levels.decode_levels,
     LEVELS_GAMMA: levels.decode_gamma_levels,
+    TRITS: trits.decode_trits,
+    TWO_VALUES: signs.decode_two_values,
+    POWERS: powers.decode_powers,
+    DYNAMIC8: nonuniform.decode_dynamic8,
 }
 
 

@@ -1,7 +1,7 @@
 """Parameters whose gradients every worker knows for every worker, and what an exchange must make of these gradients.
 
-The gradient of sum(p * g) is g, so a backward pass brings exactly the gradients that are wanted. The reference codes all
-workers' gradients with the numpy backend on each worker; it shares nothing with Horovod, buckets or the engine.
+The gradient of sum(p * g) is g, so a backward pass brings exactly the gradients that are wanted. The reference codes
+all workers' gradients with the numpy backend on each worker; it shares nothing with Horovod, buckets or the engine.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ def assert_gradients(params: Mapping[str, torch.nn.Parameter], expected: Gradien
 def assert_same_everywhere(tensors: Mapping[str, torch.Tensor], ranks: hvd.ProcessSet = hvd.global_process_set) -> None:
     """Every worker holds the same bits."""
     digest = torch.tensor([_digest(tensors[name]) for name in sorted(tensors)], dtype=torch.int64)
-    gathered = hvd.allgather(digest.unsqueeze(0), process_set=ranks)
+    # Without a name it would be numbered, and workers outside a process set have counted fewer.
+    gathered = hvd.allgather(digest.unsqueeze(0), name="digest", process_set=ranks)
     assert (gathered == digest).all(), "workers hold different bits"
 
 

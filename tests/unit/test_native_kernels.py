@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 from arrays import KINDS, array_of, as_numpy, bits_of, gradient
 from native import REFERENCE, SIZES, VARIANTS, guarded, unharmed, variant
 
@@ -217,3 +218,19 @@ def test_memory_of_another_kind_goes_step_by_step() -> None:
     assert ops.encode_sparse8(x, None, 512) is None
     assert np.array_equal(ops.top_positions(every_second, 50), REFERENCE.top_positions(every_second.copy(), 50))
     assert np.array_equal(ops.top_positions(x, 50), REFERENCE.top_positions(x, 50))
+
+
+def test_subnormal_numbers_count_on_threads_that_flush_them() -> None:
+    x = gradient("subnormals", (2000,), 0)
+    expected = REFERENCE.correct(x.copy(), x, 0)
+    frame, residual = Int8().encode(REFERENCE, x.copy(), Context())
+    assert torch.set_flush_denormal(True), "no way to test this here"
+    try:
+        ops = NativeNumpyOps()
+        found = ops.correct(x.copy(), x, 0)
+        native_frame, native_residual = Int8().encode(ops, x.copy(), Context())
+    finally:
+        torch.set_flush_denormal(False)
+    assert bits_of(found.x) == bits_of(expected.x)
+    assert bits_of(native_frame) == bits_of(frame)
+    assert bits_of(native_residual) == bits_of(residual)

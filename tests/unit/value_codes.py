@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
 from arrays import array_of, as_numpy
 
-from hvd_gradcomp.compressors import Context, Int8, Linear, ValueCode
+from hvd_gradcomp.compressors import (
+    BF16,
+    FP16,
+    QSGD,
+    Context,
+    Dynamic8,
+    Int8,
+    Linear,
+    Natural,
+    NoCompression,
+    OneBit,
+    ScaledSign,
+    Sign,
+    TernGrad,
+    ValueCode,
+)
 from hvd_gradcomp.ops import Array, Ops, backend
 from hvd_gradcomp.wire.parts import Reader
 
@@ -22,6 +38,34 @@ CODES: tuple[ValueCode, ...] = (
     Linear(bits=4, block=None),
     Linear(bits=8, block=64, rounding="stochastic"),
     Linear(bits=3, block=64, rounding="stochastic", seed=5),
+    QSGD(),
+    QSGD(levels=1, bucket=64),
+    QSGD(levels=127, bucket=None, seed=-1),
+    QSGD(levels=15, norm="max", bucket=32),
+    TernGrad(),
+    TernGrad(clip=None, block=64),
+    Natural(),
+    Dynamic8(block=64),
+    Dynamic8(block=None),
+    Sign(),
+    ScaledSign(),
+    ScaledSign(block=32),
+    OneBit(block=64),
+    OneBit(block=None),
+)
+
+#: One code for each format of `wire.codes`.
+FORMATS: tuple[ValueCode, ...] = (
+    NoCompression(),
+    FP16(),
+    BF16(),
+    Int8(block=64),
+    Linear(bits=4, block=32),
+    QSGD(),
+    TernGrad(),
+    ScaledSign(block=32),
+    Natural(),
+    Dynamic8(block=64),
 )
 
 
@@ -50,18 +94,32 @@ def repeated(code: ValueCode, values: np.ndarray, times: int) -> Iterator[np.nda
     return (through(code, values, Context(name="layer.weight", step=step)) for step in range(times))
 
 
-def assert_unbiased(code: ValueCode, values: np.ndarray, times: int = 4000) -> np.ndarray:
-    """Assert that the mean over many draws is `values`; the variance of each decoded value, float64 (count,).
+def assert_unbiased(code: ValueCode, values: np.ndarray, step: np.ndarray | float, times: int = 3000) -> np.ndarray:
+    """Assert that draws of each value have its mean, and no more than the variance of rounding between two levels.
 
-    The mean of `times` draws lies within 6 of its own standard deviations (and a millionth for rounding): with a
-    thousand values at hand, an unbiased code would fail this once in about a million choices of the seed.
+    Args:
+        step: how far the two levels lie apart between which each of `values` is rounded; both are multiples of it.
+
+    Returns:
+        The variance f (1 - f) step**2 of each value, f = value / step - floor(value / step); float64 (count,).
+
+    Both comparisons allow for chance by Bernstein's inequality at a confidence of 1 - 1e-9 a value, so a right code
+    would fail for one choice of the seed in a million at most, with a thousand values. And a millionth for rounding.
     """
-    total, squares = np.zeros(len(values)), np.zeros(len(values))
-    for found in repeated(code, values, times):
-        error = found.astype(np.float64) - values
-        total += error
-        squares += error**2
-    mean = total / times
-    variance = squares / times - mean**2
-    assert (np.abs(mean) <= 6 * np.sqrt(variance / times) + 1e-6 * np.abs(values).max()).all()
+    exact = values.astype(np.float64)
+    step = np.broadcast_to(np.asarray(step, np.float64), exact.shape)
+    fraction = exact / step - np.floor(exact / step)
+    variance = fraction * (1 - fraction) * step**2
+    errors = [found.astype(np.float64) - exact for found in repeated(code, values, times)]
+    slack = 1e-6 * np.maximum(np.abs(exact), step)
+    assert (np.abs(np.mean(errors, axis=0)) <= bernstein(times, variance, step) + slack).all()
+    # The squares of errors of mean zero and size at most `step` have a variance of at most step**2 times their mean.
+    squares = np.mean(np.square(errors), axis=0)
+    assert (squares <= variance + bernstein(times, variance * step**2, step**2) + slack * step).all()
     return variance
+
+
+def bernstein(times: int, variance: np.ndarray, size: np.ndarray, chance: float = 1e-9) -> np.ndarray:
+    """What the mean of `times` draws of a variance, none further than `size` from their mean, exceeds by `chance`."""
+    rate = math.log(2 / chance) / times
+    return rate * size / 3 + np.sqrt((rate * size / 3) ** 2 + 2 * rate * variance)

@@ -12,6 +12,7 @@
 #include "frame.h"
 #include "loops.h"
 #include "positions.h"
+#include "rounding.h"
 #include "select.h"
 #include "values.h"
 
@@ -30,7 +31,10 @@ T* at(Address address) {
 template <typename Work>
 auto without_gil(Work work) {
     PyThreadState* state = PyEval_SaveThread();
-    auto result = work();
+    auto result = [&] {
+        const ExactArithmetic exact;
+        return work();
+    }();
     PyEval_RestoreThread(state);
     return result;
 }
