@@ -35,8 +35,8 @@ class TernGradSum(Compressor):
     receives (N - 1) * 1.6 bits a value, here it sends about twice 32 / digits: use this from 16 workers up, `TernGrad`
     below 8.
 
-    Unbiased but for what each worker clips, with variance s ||w||_1 - ||w||_2^2 on each worker; as s is larger than s_w,
-    the variance is higher than TernGrad's where workers' gradients differ in size. About 15 passes, and 30 in cache for
+    Unbiased but for what each worker clips, with variance s ||w||_1 - ||w||_2^2 on each worker. As s is the largest of
+    all s_w, that is more than TernGrad's where workers' gradients differ in size. About 15 passes, and 30 in cache for
     the draws. No memory by default, for the reasons given in `TernGrad`.
 
     Args:
