@@ -1,12 +1,15 @@
 """Hash functions and permutations of integers, the same on every backend: positions that workers draw alike.
 
-Everything is a polynomial modulo the prime 2**31 - 1, in int64: a random polynomial of degree 3 is a 4-wise independent
-function, and four rounds of such functions in a Feistel network make a permutation that nobody could tell from a random
-one by looking at a few of its values. Random access (any place without the ones before it) is what Philox gives as
-well, but only a permutation gives places that are all different, at a cost that does not grow with the tensor.
+Permutations are made of polynomials modulo the prime 2**31 - 1, in int64: a random polynomial of degree 3 is a 4-wise
+independent function, and four rounds of such functions in a Feistel network make a permutation that nobody could tell
+from a random one by looking at a few of its values. Random access (any place without the ones before it) is what Philox
+gives as well, but only a permutation gives places that are all different, at a cost that does not grow with the tensor.
+Where pairs of values have to be independent and no more, a multiplication and a shift are enough (`pairwise`).
 
 Sources: M. N. Wegman, J. L. Carter, "New hash functions and their use in authentication and set equality", JCSS 1981;
-M. Naor, O. Reingold, "On the construction of pseudorandom permutations: Luby-Rackoff revisited", J. Cryptology 1999.
+M. Naor, O. Reingold, "On the construction of pseudorandom permutations: Luby-Rackoff revisited", J. Cryptology 1999;
+M. Dietzfelbinger, "Universal hashing and k-wise independent random variables via integer arithmetic without primes",
+STACS 1996.
 """
 
 from __future__ import annotations
@@ -24,9 +27,26 @@ _ROUNDS = 4
 
 def coefficients(key: int, count: int) -> tuple[int, ...]:
     """`count` numbers in [1, PRIME) that follow from a 64-bit `key`."""
+    return tuple(word % 2**64 % (PRIME - 1) + 1 for word in words(key, count))
+
+
+def words(key: int, count: int) -> tuple[int, ...]:
+    """`count` signed 64-bit numbers that follow from a 64-bit `key`."""
     digest = hashlib.shake_128(key.to_bytes(8, "little")).digest(8 * count)
-    words = (int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(count))
-    return tuple(word % (PRIME - 1) + 1 for word in words)
+    return tuple(int.from_bytes(digest[8 * i : 8 * i + 8], "little", signed=True) for i in range(count))
+
+
+def pairwise(ops: Ops, x: Array, factor: int, term: int) -> Array:
+    """The upper 32 bits of factor * x + term modulo 2**64, for int64 x in [0, 2**32): pairwise independent.
+
+    Args:
+        factor: a random signed 64-bit number.
+        term: another one.
+
+    Returns:
+        int64, shape (n,), in [0, 2**32).
+    """
+    return ops.bit_and(ops.shift_right(x * factor + term, 32), 0xFFFFFFFF)
 
 
 def polynomial(ops: Ops, x: Array, factors: Sequence[int]) -> Array:

@@ -12,11 +12,11 @@ from hvd_gradcomp.compressors.marks import MARKS
 from hvd_gradcomp.compressors.sketch import Hashes, estimates, sketch
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.ops import backend
-from hvd_gradcomp.ops.hashing import coefficients
+from hvd_gradcomp.ops.hashing import words
 
 
 def hashes(rows: int, columns: int, key: int = 1) -> Hashes:
-    return Hashes(coefficients(key, 6 * rows), rows, columns)
+    return Hashes(words(key, 2 * rows), rows, columns)
 
 
 def test_sketches_add_up(ops):
