@@ -112,7 +112,7 @@ def test_specs_that_users_write(text, compressor):
         ("topk(memory=all)", "no memory is called 'all'; known: ef, none"),
         ("topk(dense_below=-1)", "dense_below must be a number of elements >= 0, got -1"),
         ("topk(dense_below=0.5)", "dense_below must be a number of elements >= 0, got 0.5"),
-        ("int8(block=3)", "block must be a power of two, at most 2.*, got 3"),
+        ("int8(block=3)", "block must be a power of two up to 2.*, got 3"),
         ("topk >> topk", "topk >> .*: the right side must be a value code"),
         ("int8 >> topk", "int8 >> topk: .* does not select values"),
         ("topk >> int8 >> int8", "topk >> int8 >> int8: .* does not select values"),
