@@ -307,7 +307,6 @@ def document(found: dict[str, dict[str, dict]]) -> str:
     lines += [
         "",
         f"The four columns on the left are of the digits, on the right of the characters ({' and '.join(sizes)}).",
-        "bf16 is handed to two collectives, an alltoall and an allgather, which move what one allreduce of it would.",
         "",
         "## In training",
         "",

@@ -15,6 +15,7 @@ from hvd_gradcomp.compressors.signs import OneBit, ScaledSign, Sign
 from hvd_gradcomp.compressors.sketch import CountSketch
 from hvd_gradcomp.compressors.spec import compression_from_spec, register_spec
 from hvd_gradcomp.compressors.terngrad import TernGrad
+from hvd_gradcomp.compressors.terngrad_sum import TernGradSum
 from hvd_gradcomp.compressors.threshold import Threshold
 from hvd_gradcomp.compressors.topk import TopK, TopKInt8
 
@@ -39,6 +40,7 @@ __all__ = [
     "Sign",
     "Sparsifier",
     "TernGrad",
+    "TernGradSum",
     "Threshold",
     "TopK",
     "TopKInt8",
