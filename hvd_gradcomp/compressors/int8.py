@@ -37,7 +37,7 @@ class Int8(ValueCode):
         self._linear()
 
     def value_bits(self) -> float:
-        return self._linear().value_bits()
+        return 8 + 32 / length_of(self.block)
 
     def encode_at_once(self, ops: Ops, x: Array, positions: Array | None) -> Array | None:
         return ops.encode_sparse8(x, positions, length_of(self.block))

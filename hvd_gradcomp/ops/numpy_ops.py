@@ -207,5 +207,8 @@ class NativeNumpyOps(NativeKernels, NumpyOps):
         start: int = x.__array_interface__["data"][0]
         return start
 
+    def length(self, x: Array) -> int:
+        return len(x)
+
     def room(self, count: int, dtype: str, like: Array) -> Array:
         return np.empty(count, dtype)

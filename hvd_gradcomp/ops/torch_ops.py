@@ -214,5 +214,8 @@ class NativeTorchOps(NativeKernels, TorchOps):
     def address(self, x: Array) -> int:
         return int(x.data_ptr())
 
+    def length(self, x: Array) -> int:
+        return int(x.numel())
+
     def room(self, count: int, dtype: str, like: Array) -> Array:
         return torch.empty(count, dtype=_DTYPES[dtype], device=like.device)
