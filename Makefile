@@ -51,5 +51,6 @@ image-test: ## build the Dockerfile and train in the image (root on Debian; not 
 	scripts/image_test.sh
 
 clean: ## remove the environment and everything made here; Horovod's wheel stays in its cache
-	rm -rf $(VENV) build dist *.egg-info hvd_gradcomp/ops/native/_kernels*.so .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -f hvd_gradcomp/ops/native/_kernels*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -126,7 +126,9 @@ class NativeKernels(Ops):
     def decode_add(self, data: Array, start: int, out: Array) -> int | None:
         if not self.reachable(out, "float32", written=True) or not self.reachable(data, "uint8"):
             return None
-        used = self._kernels.decode_add(self.address(data) + start, self.length(data) - start, self.address(out), self.length(out))
+        used = self._kernels.decode_add(
+            self.address(data) + start, self.length(data) - start, self.address(out), self.length(out)
+        )
         return start + used if used else None
 
     def decode_mean(self, frames: Sequence[tuple[Array, int]], out: Array, divisor: int) -> list[int] | None:
