@@ -11,6 +11,7 @@ from hvd_gradcomp.compressors.nonuniform import Dynamic8
 from hvd_gradcomp.compressors.powersgd import PowerSGD
 from hvd_gradcomp.compressors.qsgd import QSGD
 from hvd_gradcomp.compressors.randomk import RandomK
+from hvd_gradcomp.compressors.shared_terngrad import SharedTernGrad
 from hvd_gradcomp.compressors.signs import OneBit, ScaledSign, Sign
 from hvd_gradcomp.compressors.sketch import CountSketch
 from hvd_gradcomp.compressors.spec import compression_from_spec, register_spec
@@ -37,6 +38,7 @@ __all__ = [
     "PowerSGD",
     "RandomK",
     "ScaledSign",
+    "SharedTernGrad",
     "Sign",
     "Sparsifier",
     "TernGrad",

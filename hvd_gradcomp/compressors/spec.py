@@ -17,6 +17,7 @@ from hvd_gradcomp.compressors.nonuniform import Dynamic8
 from hvd_gradcomp.compressors.powersgd import PowerSGD
 from hvd_gradcomp.compressors.qsgd import QSGD
 from hvd_gradcomp.compressors.randomk import RandomK
+from hvd_gradcomp.compressors.shared_terngrad import SharedTernGrad
 from hvd_gradcomp.compressors.signs import OneBit, ScaledSign, Sign
 from hvd_gradcomp.compressors.sketch import CountSketch
 from hvd_gradcomp.compressors.terngrad import TernGrad
@@ -36,6 +37,7 @@ _COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "natural": Natural,
     "qsgd": QSGD,
     "terngrad": TernGrad,
+    "terngrad_shared": SharedTernGrad,
     "terngrad_sum": TernGradSum,
     "sign": Sign,
     "scaled_sign": ScaledSign,
