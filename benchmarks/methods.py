@@ -64,7 +64,7 @@ METHODS = [
     Method("qsgd(levels=16)"),
     Method("qsgd(levels=4)", trains=False),
     Method("terngrad"),
-    Method("terngrad_shared"),
+    Method("terngrad_sum"),
     Method("scaled_sign"),
     Method("onebit"),
     Method("sign(memory=momentum)", lr=0.01, note="Signum: learning rate of its own"),

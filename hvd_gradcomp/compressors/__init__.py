@@ -6,12 +6,12 @@ from hvd_gradcomp.compressors.chain import Chain, Sparsifier, ValueCode
 from hvd_gradcomp.compressors.dgc import DGC
 from hvd_gradcomp.compressors.int8 import Int8
 from hvd_gradcomp.compressors.linear import Linear
+from hvd_gradcomp.compressors.names import Compression
 from hvd_gradcomp.compressors.natural import Natural
 from hvd_gradcomp.compressors.nonuniform import Dynamic8
 from hvd_gradcomp.compressors.powersgd import PowerSGD
 from hvd_gradcomp.compressors.qsgd import QSGD
 from hvd_gradcomp.compressors.randomk import RandomK
-from hvd_gradcomp.compressors.shared_terngrad import SharedTernGrad
 from hvd_gradcomp.compressors.signs import OneBit, ScaledSign, Sign
 from hvd_gradcomp.compressors.sketch import CountSketch
 from hvd_gradcomp.compressors.spec import compression_from_spec, register_spec
@@ -26,6 +26,7 @@ __all__ = [
     "FP16",
     "QSGD",
     "Chain",
+    "Compression",
     "Compressor",
     "Context",
     "CountSketch",
@@ -38,7 +39,6 @@ __all__ = [
     "PowerSGD",
     "RandomK",
     "ScaledSign",
-    "SharedTernGrad",
     "Sign",
     "Sparsifier",
     "TernGrad",
