@@ -65,7 +65,7 @@ METHODS = [
     Method("qsgd(levels=16)"),
     Method("qsgd(levels=4)", trains=False),
     Method("terngrad"),
-    Method("terngrad_sum"),
+    Method("terngrad_shared"),
     Method("scaled_sign"),
     Method("onebit"),
     Method("sign(memory=momentum)", lr=0.01, note="Signum: learning rate of its own"),
@@ -282,8 +282,8 @@ def document(found: dict[str, dict[str, dict]]) -> str:
     lines = [
         "# The methods, measured",
         "",
-        "Made by `python benchmarks/methods.py`; what each method does is in its docstring. Times are processor time of",
-        "one core, with torch's operations (no native kernels), and comparable within this table only.",
+        "Made by `python benchmarks/methods.py`; what each method does is in its docstring. Times are processor time",
+        "of one core, with torch's operations or native kernels where there are any, comparable within this table only.",
         "",
         "## On real gradients",
         "",
@@ -323,8 +323,8 @@ def training_table(found: dict[str, dict[str, float]]) -> list[str]:
         rows.setdefault((int(epochs), spec), []).append(result)
     lines = [
         f"The digits of examples/train.py, {WORKERS} workers, batches of 16 each, learning rate and schedule as there,",
-        "with the memory in the spec (the method's default where none is named). Momentum 0.9 is the optimizer's, or the",
-        "memory's where that carries it. Accuracy on the 450 test images, of which one is 0.22 points; `sent` is",
+        "with the memory in the spec (the method's default where none is named). Momentum 0.9 is the optimizer's, or",
+        "the memory's where that carries it. Accuracy on the 450 test images, of which one is 0.22 points; `sent` is",
         "relative to float32 gradients of the tensors that are compressed.",
         "",
         "| epochs | method | seeds | accuracy, mean | lowest | against none | sent | |",
