@@ -130,6 +130,9 @@ class Chain(Compressor):
         object.__setattr__(self, "votes", self.code.votes)
         super().__post_init__()
 
+    def without_memory(self) -> Compressor:
+        return self.sparsifier.without_memory() >> self.code
+
     def at(self, step: int) -> Compressor:
         return self.sparsifier.at(step) >> self.code
 

@@ -17,7 +17,7 @@ _HEADER = struct.Struct("<II")
 _STEP = "step"
 
 
-def settings_message(ops: Ops, settings: Mapping[str, object], step: int, like: Array) -> Array:
+def settings_message(ops: Ops, settings: Mapping[str, object], like: Array, step: int = 0) -> Array:
     """This worker's settings and step as uint8, for an allgather."""
     text = json.dumps({**settings, _STEP: step}, sort_keys=True).encode()
     return ops.from_host(_HEADER.pack(len(text), zlib.crc32(text)) + text, like)

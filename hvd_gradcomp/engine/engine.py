@@ -42,7 +42,7 @@ class Engine:
     """Exchanges the gradients of one optimizer.
 
     Args:
-        compressor: how; may be replaced between steps, on all workers at the same step.
+        compressor: how; may be replaced between steps, on all workers at the same step. Buckets stay as they are.
         parameters: what, in the order of the model, the same on all workers.
         transport: among whom.
         average: divide the sum by the number of workers.
@@ -171,6 +171,14 @@ class Engine:
             self._in_flight.clear()
         return results
 
+    def abandon(self) -> None:
+        """Forget the step that is under way, on all workers; what they kept before it stays as it was."""
+        self._gathering.clear()
+        flights = self._in_flight.copy()
+        self._in_flight.clear()
+        for flight in flights:
+            self.transport.wait(flight.handle)
+
     # -- one bucket ---------------------------------------------------------------------------------------------------
 
     def _launch(self, bucket: Bucket, gradients: Mapping[str, Array | None]) -> None:
@@ -257,7 +265,7 @@ class Engine:
             "buckets": zlib.crc32(repr(self.buckets).encode()),
             **self.options,
         }
-        request = Allgather(settings_message(ops, settings, self.step, like))
+        request = Allgather(settings_message(ops, settings, like, self.step))
         self._agreement = (self.transport.start(request, self._settings_name), ops)
 
     def conclude_agreement(self) -> None:
