@@ -283,7 +283,7 @@ def document(found: dict[str, dict[str, dict]]) -> str:
         "# The methods, measured",
         "",
         "Made by `python benchmarks/methods.py`; what each method does is in its docstring. Times are processor time",
-        "of one core, with torch's operations or native kernels where there are any, comparable within this table only.",
+        "of one core, with native kernels where there are any, comparable within this table only.",
         "",
         "## On real gradients",
         "",
