@@ -17,10 +17,10 @@ from hvd_gradcomp.compressors.nonuniform import Dynamic8
 from hvd_gradcomp.compressors.powersgd import PowerSGD
 from hvd_gradcomp.compressors.qsgd import QSGD
 from hvd_gradcomp.compressors.randomk import RandomK
+from hvd_gradcomp.compressors.shared_terngrad import SharedTernGrad
 from hvd_gradcomp.compressors.signs import OneBit, ScaledSign, Sign
 from hvd_gradcomp.compressors.sketch import CountSketch
 from hvd_gradcomp.compressors.terngrad import TernGrad
-from hvd_gradcomp.compressors.terngrad_sum import TernGradSum
 from hvd_gradcomp.compressors.threshold import Threshold
 from hvd_gradcomp.compressors.topk import TopK, TopKInt8
 from hvd_gradcomp.errors import ConfigurationError
@@ -36,7 +36,7 @@ _COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "natural": Natural,
     "qsgd": QSGD,
     "terngrad": TernGrad,
-    "terngrad_sum": TernGradSum,
+    "terngrad_shared": SharedTernGrad,
     "sign": Sign,
     "scaled_sign": ScaledSign,
     "onebit": OneBit,
