@@ -6,6 +6,7 @@ from hvd_gradcomp.compressors.chain import Chain, Sparsifier, ValueCode
 from hvd_gradcomp.compressors.dgc import DGC
 from hvd_gradcomp.compressors.int8 import Int8
 from hvd_gradcomp.compressors.linear import Linear
+from hvd_gradcomp.compressors.names import Compression
 from hvd_gradcomp.compressors.natural import Natural
 from hvd_gradcomp.compressors.nonuniform import Dynamic8
 from hvd_gradcomp.compressors.powersgd import PowerSGD
@@ -25,6 +26,7 @@ __all__ = [
     "FP16",
     "QSGD",
     "Chain",
+    "Compression",
     "Compressor",
     "Context",
     "CountSketch",
