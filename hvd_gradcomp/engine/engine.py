@@ -43,7 +43,7 @@ class Engine:
     """Exchanges the gradients of one optimizer.
 
     Args:
-        compressor: how; may be replaced between steps, on all workers at the same step.
+        compressor: how; may be replaced between steps, on all workers at the same step. Buckets stay as they are.
         parameters: what, in the order of the model, the same on all workers.
         transport: among whom.
         average: divide the sum by the number of workers.
