@@ -155,11 +155,11 @@ class Chain(Compressor):
         object.__setattr__(self, "votes", self.code.votes)
         super().__post_init__()
 
-    def without_memory(self) -> Compressor:
-        return self.sparsifier.without_memory() >> self.code
-
     def wanted(self, size: int) -> int:
         return self.sparsifier.wanted(size)
+
+    def without_memory(self) -> Compressor:
+        return self.sparsifier.without_memory() >> self.code
 
     def at(self, step: int) -> Compressor:
         return self.sparsifier.at(step) >> self.code
