@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -52,13 +52,14 @@ class GradientExchange:
         self._groups = groups
         self._engine: Engine | None = None
         self._results: dict[str, torch.Tensor] = {}
-        # Handles of this step's uncompressed exchanges.
-        self._uncompressed: list[int] = []
+        # What waits for this step's uncompressed exchanges.
+        self._uncompressed: dict[str, Handle] = {}
         # Whether an optimizer state was loaded whose residuals were not.
         self._warn_about_residuals = False
         # Parameters with sparse gradients -> their number of sparse dimensions; the same on all workers after a step.
         self._sparse: dict[str, int] = {}
-        self._layouts_are_known = False
+        self._have_met = False
+        self._greeting: int | None = None
         # Residuals of parameters that are frozen, while a step goes by without them.
         self._set_aside: dict[str, dict[str, torch.Tensor]] = {}
         optimizer.register_load_state_dict_post_hook(lambda _: self._state_loaded())
@@ -85,8 +86,7 @@ class GradientExchange:
                 stacklevel=2,
             )
         name = self.names[p]
-        if self.compressor.meets != "dense":
-            self.engine.begin_agreement(p)
+        self._greet(p)
         self._set_layout(p, name)
         if p.grad.is_sparse and not self.optimizer.sparse_as_dense:
             return self._submit_sparse(p, name)
@@ -102,25 +102,37 @@ class GradientExchange:
     def finish(self) -> None:
         """Complete the exchanges of this step."""
         try:
-            self._results.update(self.engine.finish())
+            whole = {name: waiting() for name, waiting in self._uncompressed.items()}
+            self._results.update(whole)
+            # Loss scaling looks at all gradients: the step is skipped whichever of them is not finite.
+            usable = self.compressor.meets == "dense" or _all_finite(whole.values())
+            self._results.update(self.engine.finish(usable))
         finally:
             self._end_step()
 
-    def learn_layouts(self) -> None:
-        """In the first step, learn from the other workers which parameters have sparse gradients.
+    def meet(self) -> None:
+        """In the first step, find out whether the workers' settings agree, and whose gradients are sparse.
 
-        A worker where such a parameter took no part has to join the others' allgather of nothing, and cannot know so
-        by itself. What a parameter's gradient is in the first step, dense or sparse, it stays.
+        A worker where a parameter with sparse gradients took no part has to join the others' allgather of nothing, and
+        cannot know so by itself. What a parameter's gradient is in the first step, dense or sparse, it stays.
 
         Raises:
             ConfigurationError: workers were given different settings, or a gradient is dense on some and sparse on
                 other workers.
         """
         exchanged = self._exchanged_parameters()
-        if self._layouts_are_known or not exchanged or self.compressor.meets == "dense":
+        if self._have_met or not exchanged or self.compressor.meets == "dense":
             return
-        # A worker without any of our compression would not come to the exchange below.
-        self.engine.begin_agreement(exchanged[0])
+        self._greet(exchanged[0])
+        try:
+            wait(self._greeting)
+        except ConfigurationError:
+            # A worker that does not compress may wait for another parameter first: end its waiting for all of them.
+            for p in exchanged:
+                # Horovod refuses a name that is on its way already.
+                with contextlib.suppress(HorovodInternalError, ValueError):
+                    self._send_greeting(self.names[p])
+            raise
         self.engine.conclude_agreement()
         if not self.optimizer.sparse_as_dense:
             dense = [int(p.grad is not None and not p.grad.is_sparse) for p in exchanged]
@@ -137,7 +149,7 @@ class GradientExchange:
                     "sparse_as_dense=True to hvd.DistributedOptimizer"
                 )
             self._sparse = {name: dims for name, (_, dims) in found.items() if dims}
-        self._layouts_are_known = True
+        self._have_met = True
 
     def load_state(self, state: dict[str, dict[str, torch.Tensor]], step: int) -> None:
         """Replace all that this worker keeps; see `Engine.load_state`."""
@@ -177,8 +189,6 @@ class GradientExchange:
             options=options,
             groups=self._group_names(compressed),
             scope=self.scope,
-            # A worker with one of Horovod's own compressions adds this parameter's gradient under this name, and gets
-            # Horovod's error at once, as do all that want to compare settings with it.
             settings_name=self._first_name(),
         )
 
@@ -189,6 +199,26 @@ class GradientExchange:
         return [[self.names[p] for p in group if p in self.names] for group in groups]
 
     # -- the three ways -----------------------------------------------------------------------------------------------
+
+    def _greet(self, p: torch.Tensor) -> None:
+        """Before the first gradient, start to compare settings, and to find workers that do not compress at all.
+
+        Those add the gradient of the first parameter under its name; we add something of another type under it, which
+        is Horovod's own error at once, on them and on us, where we would wait for their settings without end.
+        """
+        if self._have_met or self._greeting is not None or self.compressor.meets == "dense":
+            return
+        self.engine.begin_agreement(p)
+        self._greeting = self._send_greeting(self._first_name())
+
+    def _send_greeting(self, name: str) -> int:
+        handle: int = mpi_ops.allreduce_async_(
+            torch.zeros(1, dtype=torch.int32),
+            name=f"{self.scope}{name}",
+            op=mpi_ops.Sum,
+            process_set=self.optimizer.process_set,
+        )
+        return handle
 
     def _set_layout(self, p: torch.Tensor, name: str) -> None:
         """Give `p` a gradient if it took no part in this step on this worker, and the layout that it has on all."""
@@ -201,7 +231,7 @@ class GradientExchange:
             p.grad = torch.zeros_like(p)
         elif dims and not p.grad.is_sparse:
             p.grad = p.grad.to_sparse(dims)
-        elif p.grad.is_sparse and not dims and self._layouts_are_known and not self.optimizer.sparse_as_dense:
+        elif p.grad.is_sparse and not dims and self._have_met and not self.optimizer.sparse_as_dense:
             p.grad = p.grad.to_dense()
 
     def _frozen(self, p: torch.Tensor, name: str) -> torch.Tensor:
@@ -217,13 +247,8 @@ class GradientExchange:
             self.engine.submit(name, None)
         handle, _ = self.optimizer._sparse_allreduce_grad_async(p, f"{self.scope}{name}")
 
-        def complete() -> torch.Tensor:
-            # First, since a worker where this gradient is not sparse would be found there.
-            self.finish()
-            result: torch.Tensor = handle()
-            return result
-
-        return complete
+        self._uncompressed[name] = handle
+        return lambda: self._result(name)
 
     def _submit_dense(self, p: torch.Tensor, name: str) -> Handle:
         """Uncompressed, fused with others by Horovod."""
@@ -250,15 +275,13 @@ class GradientExchange:
             process_set=optimizer.process_set,
         )
 
-        self._uncompressed.append(handle)
-
         def complete() -> torch.Tensor:
-            self.finish()
             with counted.timed("exchange"):
                 result: torch.Tensor = wait(handle)
             return result if sent is gradient else gradient.copy_(result)
 
-        return complete
+        self._uncompressed[name] = complete
+        return lambda: self._result(name)
 
     # -- results ------------------------------------------------------------------------------------------------------
 
@@ -283,8 +306,8 @@ class GradientExchange:
     def _state_loaded(self) -> None:
         # Horovod forgets its handles here; what they stand for has to be over before the same names come again.
         with contextlib.suppress(HorovodInternalError):
-            for handle in self._uncompressed:
-                wait(handle)
+            for waiting in self._uncompressed.values():
+                waiting()
             if self._engine is not None:
                 self._engine.abandon()
                 self._end_step()
@@ -302,6 +325,11 @@ def _owns_its_memory(gradient: torch.Tensor) -> bool:
     # here, and inside a hook autograd, twice, if it has just made the gradient.
     alone = storage.resizable() and _holders(storage) in (2, 4)
     return whole and alone and gradient.is_contiguous() and not gradient._is_view()
+
+
+def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    finite = [(t._values() if t.is_sparse else t).isfinite().all() for t in tensors]
+    return not finite or bool(torch.stack(finite).all())
 
 
 def _holders(storage: torch.UntypedStorage) -> int:
