@@ -14,6 +14,8 @@ from hvd_gradcomp.wire.values import encode_floats
 
 # The largest finite values of the formats: beyond them a value would round to infinity.
 _LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38}
+# By how much of itself a value may grow when it is rounded to the format.
+_ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class _Cast(ValueCode):
     """Round to nearest even in a 16-bit float format. Payloads add up, so an allreduce adds them.
 
     16 bits a value, two passes. With error feedback the rounding error is sent later, and so is the part of a value
-    that exceeds the largest number of the format divided by the worker count (so that no sum overflows).
+    that exceeds about the largest number of the format divided by the worker count (so that no sum overflows).
     """
 
     meets: ClassVar[str] = "sum"
@@ -57,7 +59,10 @@ class _Cast(ValueCode):
         return total
 
     def _rounded(self, ops: Ops, x: Array, workers: int) -> Array:
-        largest = _LARGEST[self.sum_kind] / workers
+        largest = _LARGEST[self.sum_kind]
+        if workers > 1:
+            # The value is rounded, and so may be each of the workers - 1 sums on the way: all of that can be upwards.
+            largest /= workers * (1 + _ROUNDING[self.sum_kind]) ** workers
         packed = ops.pack_float(ops.clip(x, -largest, largest), self.sum_kind)
         return ops.unpack_float(packed, self.sum_kind)
 

@@ -1,0 +1,23 @@
+"""Settings and fixtures of the one-process tests; helpers with names of their own are in the modules beside."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+from arrays import BACKENDS
+
+from hvd_gradcomp.ops import Ops, backend
+
+# The same examples in every run, so that a change and not the dice makes a test fail. To look for new ones:
+# HYPOTHESIS_PROFILE=explore pytest tests/unit
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=300, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+@pytest.fixture(params=BACKENDS, scope="session")
+def ops(request: pytest.FixtureRequest) -> Ops:
+    """The primitives of each backend in turn."""
+    return backend(request.param)
