@@ -144,7 +144,7 @@ class TensorFlowOps(Ops):
         return tf.cast(tf.reduce_sum(tf.cast(octets, tf.int32) * weights, axis=1), tf.uint8)
 
     def unpack_bits(self, data: Array, count: int) -> Array:
-        bits = tf.bitwise.right_shift(data[:, None], tf.range(8, dtype=tf.uint8)) & tf.constant(1, tf.uint8)
+        bits = tf.bitwise.right_shift(data[:, None], tf.constant(range(8), tf.uint8)) & tf.constant(1, tf.uint8)
         return tf.reshape(bits, [-1])[:count]
 
     def pack_uint(self, x: Array, width: int) -> Array:

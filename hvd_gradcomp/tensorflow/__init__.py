@@ -1,0 +1,66 @@
+"""The door for TensorFlow: compressors that `horovod.tensorflow` accepts wherever it takes `compression=`.
+
+    import horovod.tensorflow as hvd
+    from hvd_gradcomp.tensorflow import TopKInt8
+    tape = hvd.DistributedGradientTape(tape, compression=TopKInt8)
+
+Importing this module registers the compressors with Horovod (see `register`); no file of Horovod is changed. Set
+HVD_GRADCOMP_REGISTER=0 to import it without. For Keras 3 see `hvd_gradcomp.tensorflow.keras`.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hvd_gradcomp.compressors import (
+    BF16,
+    FP16,
+    Chain,
+    Compressor,
+    Int8,
+    NoCompression,
+    TopK,
+    TopKInt8,
+    compression_from_spec,
+    register_spec,
+)
+from hvd_gradcomp.errors import ConfigurationError, GradcompError, NonFiniteError, PayloadError, UnsupportedError
+from hvd_gradcomp.feedback import ErrorFeedback, NoMemory
+from hvd_gradcomp.tensorflow.allreduce import Tokens
+from hvd_gradcomp.tensorflow.checkpoint import (
+    counters,
+    load_residual_state_dict,
+    residual_state_dict,
+    residuals,
+)
+from hvd_gradcomp.tensorflow.registration import register, unregister
+
+__all__ = [
+    "BF16",
+    "FP16",
+    "Chain",
+    "Compressor",
+    "ConfigurationError",
+    "ErrorFeedback",
+    "GradcompError",
+    "Int8",
+    "NoCompression",
+    "NoMemory",
+    "NonFiniteError",
+    "PayloadError",
+    "TopK",
+    "TopKInt8",
+    "UnsupportedError",
+    "compression_from_spec",
+    "counters",
+    "load_residual_state_dict",
+    "register",
+    "register_spec",
+    "residual_state_dict",
+    "residuals",
+    "unregister",
+]
+
+Tokens.install()
+if os.environ.get("HVD_GRADCOMP_REGISTER", "1") != "0":
+    register()

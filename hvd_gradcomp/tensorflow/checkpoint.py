@@ -1,0 +1,88 @@
+"""What users may ask about an exchange: its counters, its residuals as variables, and as a checkpoint for any job size."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_gradcomp.collectives import Allreduce
+from hvd_gradcomp.feedback import mean_residuals, residuals_from
+from hvd_gradcomp.ops import backend
+from hvd_gradcomp.telemetry import Counters
+from hvd_gradcomp.tensorflow.host import exact_floats
+from hvd_gradcomp.tensorflow.paths import paths_of, tensorflow_variable
+from hvd_gradcomp.tensorflow.reducer import find_exchange
+from hvd_gradcomp.tensorflow.state import Residuals
+
+
+def counters(owner: Any) -> Counters:
+    """What this worker has sent so far for `owner`: a tape, an optimizer, or the list of variables of either.
+
+    Raises:
+        ConfigurationError: no exchange of compressed gradients belongs to it, or there was no step yet.
+    """
+    return find_exchange(owner).engine.counters
+
+
+def residuals(variables: Sequence[Any]) -> Residuals:
+    """The residuals of `variables` on this worker, to be given to `tf.train.Checkpoint` before or after the first step.
+
+        checkpoint = tf.train.Checkpoint(model=model, residuals=residuals(model.trainable_variables))
+
+    Each worker has residuals of its own and writes a checkpoint of its own.
+    """
+    inner = [tensorflow_variable(each) for each in variables]
+    return Residuals(inner, paths_of(inner))
+
+
+def residual_state_dict(owner: Any) -> dict[str, object]:
+    """The workers' mean residual by path, as numpy arrays, for a checkpoint that serves any number of workers.
+
+    A collective call: every worker of the process set must make it, between two steps; each gets the same values. With
+    averaged gradients the mean says all that is still owed to the variables; for op=Sum it does so as long as the
+    number of workers stays the same.
+
+    Args:
+        owner: see `counters`.
+
+    Raises:
+        ConfigurationError: see `counters`.
+    """
+    exchange = find_exchange(owner)
+    totals = {}
+    with exact_floats():
+        own = exchange.residuals.read()
+        for parameter in exchange.engine.parameters:
+            mine = own.get(parameter.name, np.zeros(parameter.size, np.float32))
+            request = Allreduce(np.asarray(mine), "float32")
+            totals[parameter.name] = exchange.transport.wait(exchange.transport.start(request, parameter.name))
+        return mean_residuals(backend("numpy"), totals, exchange.transport.workers)
+
+
+def load_residual_state_dict(variables: Sequence[Any], state: Any) -> None:
+    """Give this worker the mean residual saved by `residual_state_dict`, whatever the number of workers is now.
+
+    Every worker must load it: where rank 0 alone reads the checkpoint, pass on `hvd.broadcast_object(state)`.
+
+    Args:
+        variables: whose gradients are compressed; others among them are left alone.
+        state: what was saved; None, for a checkpoint without residuals, gives a warning and starts from zero.
+
+    Raises:
+        ConfigurationError: `state` is something else, or belongs to another model.
+    """
+    target = residuals(variables)
+    if state is None:
+        warnings.warn(
+            "the checkpoint holds no residuals: training starts again without what had not been sent when it was saved",
+            stacklevel=2,
+        )
+        target.write({})
+        return
+    sizes = {path: each.value.shape.num_elements() for path, each in target.by_path.items()}
+    found = residuals_from(state, sizes)
+    target.write({path: tf.constant(np.asarray(value, np.float32)) for path, value in found.items()})
