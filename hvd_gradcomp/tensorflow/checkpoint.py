@@ -1,4 +1,4 @@
-"""What users may ask about an exchange: its counters, its residuals as variables, and as a checkpoint for any job size."""
+"""What users may ask about an exchange: its counters, its residuals as variables or for a job of another size."""
 
 from __future__ import annotations
 
@@ -85,4 +85,11 @@ def load_residual_state_dict(variables: Sequence[Any], state: Any) -> None:
         return
     sizes = {path: each.value.shape.num_elements() for path, each in target.by_path.items()}
     found = residuals_from(state, sizes)
+    unknown = sorted(set(state["mean"]) - set(sizes))
+    if unknown:
+        warnings.warn(
+            f"the checkpoint holds residuals of {unknown}, which are none of {sorted(sizes)}: they are left out. Keras "
+            "names variables after the models around them, so build the model as it was built when this was saved",
+            stacklevel=2,
+        )
     target.write({path: tf.constant(np.asarray(value, np.float32)) for path, value in found.items()})

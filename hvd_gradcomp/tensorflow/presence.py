@@ -48,8 +48,8 @@ class Presence:
         for place in np.flatnonzero(((workers != MISSING) & (workers != known)).any(axis=0)):
             ranks = [rank for rank, way in zip(self.transport.ranks, workers[:, place], strict=True) if way == DENSE]
             raise ConfigurationError(
-                f"the gradient of {self.paths[place]!r} is a tensor on ranks {ranks} and IndexedSlices (or ones with "
-                "another index type) on others: use sparse_as_dense=True, which makes all of them tensors"
+                f"the gradient of {self.paths[int(place)]!r} is a tensor on ranks {ranks} and IndexedSlices (or ones "
+                "with another index type) on others: use sparse_as_dense=True, which makes all of them tensors"
             )
         self._known = known
         self._asked = True

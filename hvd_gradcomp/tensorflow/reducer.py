@@ -20,6 +20,7 @@ from hvd_gradcomp.tensorflow.paths import paths_of, tensorflow_variable
 from hvd_gradcomp.tensorflow.settings import Settings
 
 _reducers: dict[Any, Reducer] = {}
+_all: weakref.WeakSet[Reducer] = weakref.WeakSet()
 # How many exchanges of a process set began with a variable of this path: their collectives need different names.
 _seen: Counter[tuple[int, str]] = Counter()
 
@@ -30,10 +31,14 @@ class Reducer:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._exchanges: dict[tuple[int, ...], GradientExchange] = {}
+        _all.add(self)
 
     @tf.autograph.experimental.do_not_convert
     def __call__(
-        self, grads: Sequence[Gradient], vars: Sequence[Any] | None = None, use_generic_names: bool = False  # noqa: A002
+        self,
+        grads: Sequence[Gradient],
+        vars: Sequence[Any] | None = None,  # noqa: A002
+        use_generic_names: bool = False,
     ) -> list[Gradient]:
         """Horovod's call: the reduced gradients of `vars`, in order; see `GradientExchange.reduce`.
 
@@ -85,14 +90,15 @@ def find_exchange(owner: Any) -> GradientExchange:
         ConfigurationError: there is none, or more than one.
     """
     if isinstance(owner, (list, tuple)):
-        found = [exchange for reducer in _reducers.values() for exchange in reducer.find(owner)]
+        found = [exchange for reducer in _all for exchange in reducer.find(owner)]
     else:
-        reducer = getattr(owner, "_allreduce_grads", None)
+        inner = getattr(owner, "inner_optimizer", owner)
+        reducer = getattr(inner, "_allreduce_grads", None) or getattr(inner, "reducer", None)
         found = reducer.find(None) if isinstance(reducer, Reducer) else []
     if len(found) != 1:
         raise ConfigurationError(
-            f"{len(found)} exchanges of compressed gradients belong to {type(owner).__name__}, expected one: pass a tape "
-            "or an optimizer made with a compressor of hvd_gradcomp, or its list of variables, after the first step"
+            f"{len(found)} exchanges of compressed gradients belong to this {type(owner).__name__}, expected one: "
+            "pass a tape or an optimizer made with a compressor of hvd_gradcomp, or its variables, after the first step"
         )
     return found[0]
 

@@ -75,9 +75,7 @@ def _make_allreduce_grads_fn(original: Callable[..., Any], *args: Any, **kwargs:
     return reducer_of(settings, options["name"])
 
 
-def _gradient(
-    original: Callable[..., Any], self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _gradient(original: Callable[..., Any], self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(self._allreduce_grads, Reducer):
         return original(self, target, sources, *args, **kwargs)
     return original(self, target, [tensorflow_variable(source) for source in sources], *args, **kwargs)

@@ -33,10 +33,14 @@ class Residual(tf.Module):
         self.value = tf.Variable(tf.zeros([size]), trainable=False, name="residual")
         self.in_use = False
 
+    @property
+    def owes(self) -> bool:
+        """Whether there is anything to send later; the variable alone says so after a checkpoint was restored."""
+        return self.in_use or _any(self.value.value())
+
     def read(self) -> Array | None:
         """A copy for the engine to keep and change, or None where nothing is owed."""
-        value = self.value.value()
-        return own(value) if self.in_use or _any(value) else None
+        return own(self.value.value()) if self.owes else None
 
     def write(self, residual: Array | None) -> None:
         """Replace it; None means that nothing is owed any more."""
