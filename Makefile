@@ -7,8 +7,8 @@ ARGS ?=
 export VENV
 
 bin := $(VENV)/bin
-# One thread a worker: workers that share a machine's cores otherwise fight for them.
-one_thread := OMP_NUM_THREADS=1 OMPI_MCA_mpi_yield_when_idle=1 TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=1
+# One thread a worker (and no chatter of TensorFlow): workers that share a machine's cores otherwise fight for them.
+one_thread := TF_CPP_MIN_LOG_LEVEL=2 OMP_NUM_THREADS=1 OMPI_MCA_mpi_yield_when_idle=1 TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=1
 
 .DEFAULT_GOAL := help
 .PHONY: help env train test lint format unit parallel image-test clean

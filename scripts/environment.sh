@@ -15,7 +15,7 @@ extras=${EXTRAS:-torch,tensorflow,examples,dev}
 say() { echo "environment: $*"; }
 
 ingredients() {
-    cat constraints.txt setup.cfg pyproject.toml scripts/environment.sh scripts/build_horovod.py
+    cat constraints.txt setup.cfg scripts/environment.sh scripts/build_horovod.py
     # The editable install names this folder: a clone that was moved or copied is made anew.
     echo "$PWD ${PYTHON:-} ${TORCH:-} $extras"
     command -v mpicxx || true

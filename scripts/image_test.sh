@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Build the Dockerfile without a Docker engine and use the image: train on two workers, and reach a worker over ssh.
+# Build the Dockerfile without a Docker engine and use the image: train on two workers in one container, then in two
+# containers that reach each other over ssh, as on two machines.
 # For root on Debian or Ubuntu; takes about ten minutes and 15 GB in WORK, of which nothing stays (KEEP=1 leaves it).
 #
 # The base image is made here by debootstrap. pip inside the build gets this machine's pip settings (indexes, caches,
 # certificates) for the time of the build only, as mounted files; the image itself has none of them.
-# What this script does not test: CUDA, and containers on several machines.
+# What this script does not test: CUDA.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,16 +18,22 @@ if [ "$(id -u)" -ne 0 ]; then
     say "needs root: debootstrap and buildah's chroot isolation do"
     exit 1
 fi
-if ! command -v buildah >/dev/null || ! command -v debootstrap >/dev/null; then
-    say "installing buildah and debootstrap"
+if ! command -v buildah >/dev/null || ! command -v debootstrap >/dev/null || ! command -v ip >/dev/null; then
+    say "installing buildah, debootstrap and iproute2"
     apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends buildah debootstrap >/dev/null
+    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends buildah debootstrap iproute2 >/dev/null
 fi
 
 mkdir -p "$work"
 export BUILDAH_ISOLATION=chroot
-buildah() { command buildah --root "$work/storage" --runroot "$work/run" --storage-driver vfs "$@"; }
+storage=(--root "$work/storage" --runroot "$work/run" --storage-driver vfs)
+buildah() { command buildah "${storage[@]}" "$@"; }
+namespace() { echo "hvd-image-test-$1"; }
 clean_up() {
+    for host in 1 2; do
+        ip netns pids "$(namespace $host)" 2>/dev/null | xargs -r kill || true
+        ip netns del "$(namespace $host)" 2>/dev/null || true
+    done
     buildah rm --all >/dev/null 2>&1 || true
     if [ "${KEEP:-0}" = 1 ]; then
         say "kept: $work"
@@ -64,34 +71,57 @@ started=$SECONDS
 buildah build "${volumes[@]}" --build-arg BASE=localhost/base -t "$image" .
 say "built in $((SECONDS - started)) s"
 
-container=$(buildah from "$image")
-run() { buildah run "$container" -- /opt/hvd_gradcomp/scripts/container/entry.sh "$@"; }
+# Two containers as on two machines: each in a network namespace of its own, joined by a cable, with the cluster's key.
+say "starting host1 and host2"
+for host in 1 2; do
+    ip netns add "$(namespace $host)"
+    ip -n "$(namespace $host)" link set lo up
+done
+ip link add eth0 netns "$(namespace 1)" type veth peer name eth0 netns "$(namespace 2)"
+rm -f "$work"/cluster_key*
+ssh-keygen -q -t ed25519 -N '' -f "$work/cluster_key"
+chmod 444 "$work/cluster_key" # root's here, read by the container's user
+containers=()
+for host in 1 2; do
+    ip -n "$(namespace $host)" addr add "10.77.7.$host/24" dev eth0
+    ip -n "$(namespace $host)" link set eth0 up
+    containers[host]=$(buildah from --add-host host1:10.77.7.1 --add-host host2:10.77.7.2 "$image")
+done
 
-say "size: $(du -sh "$(buildah mount "$container")" | cut -f1)"
-say "who runs: $(run id)"
-say "horovodrun --check-build:"
-run horovodrun --check-build
+on() { # on HOST COMMAND...: run it in that host's container, as its user, the way the image starts everything
+    local host=$1
+    shift
+    ip netns exec "$(namespace "$host")" buildah "${storage[@]}" run --hostname "host$host" \
+        --volume "$work/cluster_key:/run/secrets/cluster_key:ro" "${containers[host]}" -- \
+        /opt/hvd_gradcomp/scripts/container/entry.sh "$@"
+}
 
-say "training on two workers"
-run horovodrun -np 2 python examples/train.py --epochs 1
+say "size: $(du -sh "$(buildah mount "${containers[1]}")" | cut -f1), user: $(on 1 id)"
+on 1 horovodrun --check-build 2>/dev/null
 
-# A second address of this machine, which the launchers take for another host, so that they go there over ssh.
-say "ssh to a worker, and training over it"
-buildah run "$container" -- bash -euo pipefail -c '
-    entry=/opt/hvd_gradcomp/scripts/container/entry.sh
-    $entry worker &
-    server=$!
-    trap "kill $server" EXIT
-    for attempt in $(seq 50); do
-        ssh 127.0.0.2 true 2>/dev/null && break
-        sleep 0.2
-    done
-    echo "over ssh: $(ssh 127.0.0.2 "id -un; command -v python horovodrun orted" | xargs)"
-    if ssh -i /dev/null -o IdentityAgent=none -o IdentityFile=/dev/null 127.0.0.2 true 2>/dev/null; then
-        echo "the server let somebody in without the key" && exit 1
-    fi
-    echo "over ssh, mpirun: $(mpirun -np 2 -H localhost:1,127.0.0.2:1 -bind-to none hostname | xargs)"
-    echo "over ssh, horovodrun --gloo:"
-    horovodrun --gloo -np 2 -H localhost:1,127.0.0.2:1 --network-interfaces lo python examples/train.py --epochs 1
-'
+say "training on two workers in one container"
+on 1 horovodrun -np 2 python examples/train.py --epochs 1
+
+say "ssh from host1 to host2"
+on 2 worker >"$work/host2.log" 2>&1 &
+for _ in $(seq 20); do
+    on 1 ssh host2 true 2>/dev/null && break
+    sleep 1
+done
+say "over ssh: $(on 1 ssh host2 'hostname; id -un; command -v python horovodrun orted' | xargs)"
+# shellcheck disable=SC2016 # for the shell in the container
+on 1 bash -c '
+    ssh-keygen -q -t ed25519 -N "" -f ~/.ssh/stranger
+    ! ssh -F /dev/null -p 2222 -i ~/.ssh/stranger -o BatchMode=yes -o StrictHostKeyChecking=no \
+        -o UserKnownHostsFile=/dev/null host2 true 2>/dev/null
+' || {
+    say "FAILED: host2 let somebody in who does not have the cluster's key"
+    exit 1
+}
+say "a stranger's key was refused"
+say "mpirun: $(on 1 mpirun -np 2 -H host1,host2 hostname 2>/dev/null | xargs)"
+for launcher in mpi gloo; do
+    say "training on host1 and host2 over $launcher"
+    on 1 horovodrun "--$launcher" -np 2 -H host1:1,host2:1 python examples/train.py --epochs 1
+done
 say "passed"

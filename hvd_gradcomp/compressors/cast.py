@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from hvd_gradcomp.compressors.base import Context
 from hvd_gradcomp.compressors.chain import ValueCode
-from hvd_gradcomp.feedback import Memory, NoMemory
 from hvd_gradcomp.ops import Array, Ops
 from hvd_gradcomp.ops.base import FLOAT_BYTES
 from hvd_gradcomp.wire.values import encode_floats
@@ -20,12 +19,13 @@ _ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 @dataclass(frozen=True)
 class NoCompression(ValueCode):
-    """Send gradients as they are, through Horovod's own fused allreduce; counted, and bfloat16 travels too."""
+    """Send gradients as they are, through Horovod's own fused allreduce; counted, and bfloat16 travels too.
+
+    Nothing is left over; what an earlier compressor left over is sent with the first gradient.
+    """
 
     meets: ClassVar[str] = "dense"
     spec_name: ClassVar[str] = "none"
-
-    memory: Memory = field(default=NoMemory(), kw_only=True)
 
     def bits(self) -> float:
         return 32

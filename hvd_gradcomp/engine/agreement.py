@@ -6,7 +6,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 
-from hvd_gradcomp.errors import ConfigurationError
+from hvd_gradcomp.errors import ConfigurationError, PayloadError
 from hvd_gradcomp.ops import Array, Ops
 
 _LENGTH = struct.Struct("<I")
@@ -28,13 +28,15 @@ def compare_settings(ops: Ops, gathered: Array, ranks: Sequence[int], mine: int)
 
     Raises:
         ConfigurationError: some did not; the message names each rank and the settings in which it differs.
+        PayloadError: some rank's bytes cannot be read; the message names the first such rank.
     """
     data = ops.to_host(gathered)
     messages: list[dict[str, object]] = []
-    while data:
-        (length,) = _LENGTH.unpack(data[: _LENGTH.size])
-        messages.append(json.loads(data[_LENGTH.size : _LENGTH.size + length]))
-        data = data[_LENGTH.size + length :]
+    for rank in ranks:
+        message, data = _next_message(data, rank)
+        messages.append(message)
+    if data:
+        raise PayloadError(f"rank {ranks[-1]} sent settings with {len(data)} bytes too many: {_ADVICE}")
     own = messages[mine]
     differences = [
         f"rank {rank} has {key} = {theirs.get(key)!r}, rank {ranks[mine]} has {own.get(key)!r}"
@@ -47,3 +49,19 @@ def compare_settings(ops: Ops, gathered: Array, ranks: Sequence[int], mine: int)
             f"workers were given different settings: {'; '.join(differences)}. "
             "Give every worker the same compression, parameters and Horovod options"
         )
+
+
+_ADVICE = "check that all workers run the same version of hvd_gradcomp, then the network and memory of that worker"
+
+
+def _next_message(data: bytes, rank: int) -> tuple[dict[str, object], bytes]:
+    """The settings of `rank`, with which `data` begins, and the rest."""
+    length = int.from_bytes(data[: _LENGTH.size], "little")
+    text, rest = data[_LENGTH.size : _LENGTH.size + length], data[_LENGTH.size + length :]
+    try:
+        message = json.loads(text)
+    except ValueError:
+        message = None
+    if not isinstance(message, dict) or len(text) != length:
+        raise PayloadError(f"rank {rank} sent settings that cannot be read: {_ADVICE}")
+    return message, rest

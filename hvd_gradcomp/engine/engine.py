@@ -15,7 +15,7 @@ from hvd_gradcomp.collectives import Allgather, Exchange, Request, Transport, ad
 from hvd_gradcomp.compressors import BF16, FP16, Compressor, Context, NoCompression
 from hvd_gradcomp.engine.agreement import compare_settings, settings_message
 from hvd_gradcomp.engine.buckets import BUCKET_BYTES, Bucket, Parameter, plan_buckets
-from hvd_gradcomp.errors import ConfigurationError, GradcompError
+from hvd_gradcomp.errors import ConfigurationError, GradcompError, PayloadError
 from hvd_gradcomp.ops import Array, Ops, ops_for
 from hvd_gradcomp.telemetry import BucketCounters, Counters
 from hvd_gradcomp.wire.frame import frame_kept
@@ -49,6 +49,8 @@ class Engine:
         bucket_bytes: see `plan_buckets`.
         groups: see `plan_buckets`.
         scope: precedes the names of collectives, to tell apart engines whose parameters have equal names.
+        settings_name: the collective in which workers compare their settings; by default one of its own. It has to be
+            the same on workers whose parameters or settings differ, or they would wait for each other.
 
     Attributes:
         residuals: parameter name -> float32 (n,): what this worker has not sent yet.
@@ -66,6 +68,7 @@ class Engine:
         bucket_bytes: int = BUCKET_BYTES,
         groups: Iterable[Iterable[str]] | None = None,
         scope: str = "",
+        settings_name: str = "",
     ) -> None:
         self.compressor = compressor
         self.parameters = tuple(parameters)
@@ -80,6 +83,9 @@ class Engine:
         self._steps: dict[int, int] = {}
         self._gathering: dict[int, dict[str, Array | None]] = {}
         self._in_flight: list[_InFlight] = []
+        # Grouping does not change it: workers whose buckets differ must meet there to find that out.
+        own_name = f"{min((parameter.name for parameter in self.parameters), default='')}.settings"
+        self._settings_name = f"{scope}{settings_name or own_name}"
         self._agreed_workers = 0
         self._agreement: tuple[Any, Ops] | None = None
 
@@ -118,9 +124,17 @@ class Engine:
         results: dict[str, Array] = {}
         try:
             if self._gathering:
-                missing = sorted(set(self._bucket_of) - {name for part in self._gathering.values() for name in part})
-                raise ConfigurationError(f"some gradients were not handed in before the end of the step: {missing}")
-            self._conclude_agreement()
+                missing = sorted(
+                    parameter.name
+                    for index, part in self._gathering.items()
+                    for parameter in self.buckets[index].parameters
+                    if parameter.name not in part
+                )
+                raise ConfigurationError(
+                    f"some gradients were not handed in before the end of the step: {missing}; "
+                    "hand in None for a parameter that takes no part in it"
+                )
+            self.conclude_agreement()
             pending = sorted(self._in_flight, key=lambda flight: flight.bucket.index)
             while pending:
                 pending = [flight for flight in pending if not self._advance(flight, results)]
@@ -135,13 +149,15 @@ class Engine:
         present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
         if not present:
             return
-        self._begin_agreement(next(iter(present.values())))
+        self.begin_agreement(next(iter(present.values())))
         exchange = self._exchange(bucket, present)
         request = next(exchange)
         self._in_flight.append(_InFlight(bucket, exchange, self._start(bucket, request, 0)))
 
     def _start(self, bucket: Bucket, request: Request, rounds: int) -> Any:
-        name = f"{self.scope}{bucket.name}" + (f".{rounds}" if rounds else "")
+        name = f"{self.scope}{bucket.name}"
+        if rounds or name == self._settings_name:
+            name += f".{rounds}"
         return self.transport.start(request, name)
 
     def _advance(self, flight: _InFlight, results: dict[str, Array]) -> bool:
@@ -186,7 +202,12 @@ class Engine:
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 
-    def _begin_agreement(self, like: Array) -> None:
+    def begin_agreement(self, like: Array) -> None:
+        """Start to compare the workers' settings, unless these workers have done so; `submit` does it by itself.
+
+        Args:
+            like: an array on the device that collectives use.
+        """
         if self._agreed_workers == self.transport.workers or self._agreement is not None:
             return
         ops = ops_for(like)
@@ -197,10 +218,14 @@ class Engine:
             **self.options,
         }
         request = Allgather(settings_message(ops, settings, like))
-        name = f"{self.scope}{self.buckets[0].name}.settings"
-        self._agreement = (self.transport.start(request, name), ops)
+        self._agreement = (self.transport.start(request, self._settings_name), ops)
 
-    def _conclude_agreement(self) -> None:
+    def conclude_agreement(self) -> None:
+        """Wait for what `begin_agreement` started; `finish` does it by itself.
+
+        Raises:
+            ConfigurationError: workers were given different settings.
+        """
         if self._agreement is None:
             return
         (handle, ops), self._agreement = self._agreement, None
@@ -267,7 +292,8 @@ class _Tensors:
                     out = self._decode_add(each.rank, each.frames, out)
                 results[parameter.name] = self._scaled(out)
             for each in received:
-                each.frames.end()
+                if each.frames.left:
+                    raise PayloadError(f"rank {each.rank} sent {each.frames.left} bytes more than its frames need")
             self._keep(residuals)
         return results
 

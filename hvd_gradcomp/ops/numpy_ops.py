@@ -15,7 +15,9 @@ class NumpyOps(Ops):
     name = "numpy"
 
     def flat32(self, x: Array) -> Array:
-        return np.ascontiguousarray(x, dtype=np.float32).reshape(-1)
+        # A float64 beyond float32 becomes infinity, which the engine looks for.
+        with np.errstate(over="ignore"):
+            return np.ascontiguousarray(x, dtype=np.float32).reshape(-1)
 
     def zeros(self, count: int, dtype: str, like: Array) -> Array:
         return np.zeros(count, dtype)
@@ -66,7 +68,8 @@ class NumpyOps(Ops):
         return x
 
     def put_add(self, x: Array, positions: Array, values: Array) -> Array:
-        x[positions] += values
+        with np.errstate(over="ignore", invalid="ignore"):
+            x[positions] += values
         return x
 
     def accumulate(self, x: Array, y: Array) -> Array:

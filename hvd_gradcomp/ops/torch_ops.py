@@ -38,17 +38,17 @@ class TorchOps(Ops):
         return x.to(_DTYPES[dtype])
 
     def bytes_of(self, x: Array) -> Array:
-        return x.contiguous().view(torch.uint8)
+        return _viewed(x.contiguous(), torch.uint8)
 
     def from_bytes(self, data: Array, dtype: str) -> Array:
         size = _DTYPES[dtype].itemsize
         # A view needs a start aligned to the item: a slice out of a gathered buffer may not have one.
         if data.storage_offset() % size or not data.is_contiguous():
             data = data.clone()
-        return data.view(_DTYPES[dtype])
+        return _viewed(data, _DTYPES[dtype])
 
     def pack_float(self, x: Array, kind: str) -> Array:
-        return x.to(_DTYPES[kind]).view(torch.uint8)
+        return _viewed(x.to(_DTYPES[kind]), torch.uint8)
 
     def unpack_float(self, data: Array, kind: str) -> Array:
         return self.from_bytes(data, kind).to(torch.float32)
@@ -151,3 +151,8 @@ class TorchOps(Ops):
 
     def dtype_of(self, x: Array) -> str:
         return _NAMES[x.dtype]
+
+
+def _viewed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # An empty tensor may have a stride of 0, for example one made from numpy, of which torch refuses such a view.
+    return x.view(dtype) if len(x) else x.new_empty(0, dtype=dtype)

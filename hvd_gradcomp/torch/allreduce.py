@@ -1,13 +1,15 @@
 """`hvd.allreduce(tensor, compression=TopKInt8)` outside an optimizer, without changing Horovod.
 
 Horovod calls `compress`, adds up what it returns, and calls `decompress`; it tells neither the operation nor the
-process set. So `compress` hands out a token: a one and, for each rank of the job, a one in that rank's place. What
-comes back shows who took part, and whether the operation was a sum or an average and with which factors. Only then are
-the payloads exchanged, so that an operation that has no meaning for them is an error before anything can hang.
+process set. So `compress` hands out a token: some numbers, and for each rank of the job a one in that rank's place.
+What comes back shows who took part, whether the operation was a sum or an average and with which factors, and whether
+some worker cannot go on. Only then are the payloads exchanged, so that what has no meaning for them, or cannot be sent,
+is an error on every worker before anything can hang.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +19,9 @@ from horovod.common import process_sets
 from horovod.torch import mpi_ops
 
 from hvd_gradcomp.compressors import Compressor
-from hvd_gradcomp.compressors.base import LocalContext, decode_locally, doors, encode_locally, require_finite
+from hvd_gradcomp.compressors.base import LocalContext, decode_locally, doors, encode_locally
 from hvd_gradcomp.engine import Engine, Parameter
-from hvd_gradcomp.errors import UnsupportedError
+from hvd_gradcomp.errors import NonFiniteError, UnsupportedError
 from hvd_gradcomp.ops import backend
 from hvd_gradcomp.torch.transport import HorovodTransport
 
@@ -33,6 +35,20 @@ class _Waiting:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class _Whole:
+    """A tensor that is on its way uncompressed."""
+
+    dtype: torch.dtype
+
+
+# Before the ranks' places: a one, and the rank plus one. Without the latter all tokens would be of equal length, and
+# Adasum, which weighs them by that, would look like a sum with a factor.
+_NUMBERS = 2
+_NOT_FINITE = float("nan")
+_NEEDS_GRADIENT = float("inf")
+
+
 class Tokens:
     """The torch door's side of `compress` and `decompress`."""
 
@@ -44,50 +60,80 @@ class Tokens:
     def compress(self, compressor: Compressor, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """A token for `tensor`, or the payload itself where Horovod is not running.
 
-        Raises:
-            UnsupportedError: the result would have to be differentiable.
-            NonFiniteError: the tensor holds NaN or infinity.
+        Small tensors (`dense_below`) and integers are handed out as they are, for Horovod to reduce.
         """
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise UnsupportedError(
-                "a compressed allreduce has no gradient: pass tensor.detach(), or call it under torch.no_grad()"
-            )
         ops = backend("torch")
         if not hvd.is_initialized():
             return encode_locally(compressor, ops, tensor)
-        if compressor.meets == "dense":
-            return tensor, None
+        if not _is_compressed(compressor, tensor):
+            # Horovod refuses bfloat16, and what is not contiguous.
+            sent = tensor.to(torch.float32) if tensor.dtype == torch.bfloat16 else tensor
+            return sent.contiguous(), _Whole(tensor.dtype)
+        token = torch.zeros(_NUMBERS + hvd.size(), dtype=torch.float64, device=tensor.device)
+        token[0], token[1] = 1, hvd.rank() + 1
+        mark: float = 1
         x = ops.copy(ops.flat32(tensor))
-        require_finite(ops, x)
-        token = torch.zeros(1 + hvd.size(), dtype=torch.float64, device=tensor.device)
-        token[0] = token[1 + hvd.rank()] = 1
+        if tensor.requires_grad and torch.is_grad_enabled():
+            mark = _NEEDS_GRADIENT
+        elif not ops.all_finite(x):
+            mark = _NOT_FINITE
+        token[_NUMBERS + hvd.rank()] = mark
         return token, _Waiting(x, tensor.shape, tensor.dtype)
 
     def decompress(self, compressor: Compressor, token: torch.Tensor, ctx: Any) -> torch.Tensor:
         """The sum or average that `token` asks for, of what the workers' payloads decode to.
 
         Raises:
-            UnsupportedError: the operation was neither Sum nor Average.
+            UnsupportedError: the operation was neither Sum nor Average, or the result would have to be differentiable.
+            NonFiniteError: some worker's tensor holds NaN or infinity.
         """
         if isinstance(ctx, LocalContext):
             restored: torch.Tensor = decode_locally(compressor, token, ctx)
             return restored
-        ranks, factor = _read(token.cpu(), compressor)
+        if isinstance(ctx, _Whole):
+            return token.to(ctx.dtype)
+        ranks, factor = _read(token.detach().cpu(), compressor)
         total = _sum(compressor, ctx.tensor, ranks)
         return (total * factor).view(ctx.shape).to(ctx.dtype)
 
 
+def _is_compressed(compressor: Compressor, tensor: torch.Tensor) -> bool:
+    large = tensor.numel() >= max(compressor.dense_below, 1)
+    return compressor.meets != "dense" and large and tensor.is_floating_point()
+
+
 def _read(token: torch.Tensor, compressor: Compressor) -> tuple[list[int], float]:
     """Who took part, and the factor that their sum is to be multiplied by."""
-    ranks = [rank for rank, mark in enumerate(token[1:].tolist()) if mark != 0]
-    marks = token[1:][ranks]
-    factor = float(token[0]) / max(len(ranks), 1)
-    if not ranks or not torch.allclose(marks, torch.full_like(marks, factor)):
+    marks = token[_NUMBERS:]
+    ranks = [rank for rank, mark in enumerate(marks.tolist()) if mark != 0]
+    if len(token) == _NUMBERS + hvd.size() and ranks:
+        _refuse(marks)
+        # What a sum of their tokens is, up to a factor.
+        tokens = torch.ones_like(token[: _NUMBERS + len(ranks)])
+        tokens[0], tokens[1] = len(ranks), sum(ranks) + len(ranks)
+        factor = float(token[0]) / len(ranks)
+        if torch.allclose(torch.cat([token[:_NUMBERS], marks[ranks]]), tokens * factor):
+            return ranks, factor
+    raise UnsupportedError(
+        f"{compressor} can be used with hvd.allreduce and hvd.grouped_allreduce, op=hvd.Sum and op=hvd.Average only "
+        "(this was Min, Max, Product, Adasum or a reducescatter): its payloads are decoded and added, nothing else"
+    )
+
+
+def _refuse(marks: torch.Tensor) -> None:
+    """Raise on every worker what keeps some worker from going on."""
+    needing = [rank for rank, mark in enumerate(marks.tolist()) if mark == _NEEDS_GRADIENT]
+    if needing:
         raise UnsupportedError(
-            f"{compressor} can be used with op=hvd.Sum and op=hvd.Average only (this was Min, Max, Product or Adasum): "
-            "its payloads are decoded and added, nothing else"
+            f"ranks {needing} passed a tensor that requires a gradient, and a compressed allreduce has none: "
+            "pass tensor.detach(), or call it under torch.no_grad()"
         )
-    return ranks, factor
+    unusable = [rank for rank, mark in enumerate(marks.tolist()) if math.isnan(mark)]
+    if unusable:
+        raise NonFiniteError(
+            f"the tensors of ranks {unusable} hold NaN or infinity (as float32) and cannot be compressed: "
+            "look for the cause there, or use compression=hvd.Compression.none, which passes them on"
+        )
 
 
 def _sum(compressor: Compressor, x: torch.Tensor, ranks: list[int]) -> torch.Tensor:

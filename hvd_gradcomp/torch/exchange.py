@@ -52,8 +52,11 @@ class GradientExchange:
         self._results: dict[str, torch.Tensor] = {}
         # Whether an optimizer state was loaded whose residuals were not.
         self._warn_about_residuals = False
-        # Parameters seen with a sparse gradient -> its number of sparse dimensions.
+        # Parameters with sparse gradients -> their number of sparse dimensions; the same on all workers after a step.
         self._sparse: dict[str, int] = {}
+        self._layouts_are_known = False
+        # Residuals of parameters that are frozen, while a step goes by without them.
+        self._set_aside: dict[str, torch.Tensor] = {}
         optimizer.register_load_state_dict_post_hook(lambda _: self._state_loaded())
 
     @property
@@ -78,20 +81,60 @@ class GradientExchange:
                 stacklevel=2,
             )
         name = self.names[p]
-        if p.grad is None:
-            p.grad = self._missing(p, name)
+        if self.compressor.meets != "dense":
+            self.engine.begin_agreement(p)
+        self._set_layout(p, name)
         if p.grad.is_sparse and not self.optimizer.sparse_as_dense:
             return self._submit_sparse(p, name)
         if not self._is_compressed(p):
             return self._submit_dense(p, name)
         gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
         taken = p.grad.is_sparse or _owns_its_memory(gradient)
+        if not p.requires_grad:
+            gradient = self._frozen(p, name)
         self.engine.submit(name, gradient if taken else gradient.clone())
         return lambda: self._returned(p, gradient, taken, self._result(name))
 
     def finish(self) -> None:
         """Complete the exchanges of this step."""
-        self._results.update(self.engine.finish())
+        try:
+            self._results.update(self.engine.finish())
+        finally:
+            self.engine.residuals.update(self._set_aside)
+            self._set_aside.clear()
+
+    def learn_layouts(self) -> None:
+        """In the first step, learn from the other workers which parameters have sparse gradients.
+
+        A worker where such a parameter took no part has to join the others' allgather of nothing, and cannot know so
+        by itself. What a parameter's gradient is in the first step, dense or sparse, it stays.
+
+        Raises:
+            ConfigurationError: workers were given different settings, or a gradient is dense on some and sparse on
+                other workers.
+        """
+        exchanged = self._exchanged_parameters()
+        if self._layouts_are_known or not exchanged or self.compressor.meets == "dense":
+            return
+        # A worker without any of our compression would not come to the exchange below.
+        self.engine.begin_agreement(exchanged[0])
+        self.engine.conclude_agreement()
+        if not self.optimizer.sparse_as_dense:
+            dense = [int(p.grad is not None and not p.grad.is_sparse) for p in exchanged]
+            sparse = [self._sparse.get(self.names[p], 0) or _sparse_dims(p) for p in exchanged]
+            layouts = torch.tensor([dense, sparse], dtype=torch.int32)
+            name = f"{self.scope}{self._first_name()}.layouts"
+            process_set = self.optimizer.process_set
+            wait(mpi_ops.allreduce_async_(layouts, name=name, op=mpi_ops.Max, process_set=process_set))
+            found = {self.names[p]: (layouts[0, i], int(layouts[1, i])) for i, p in enumerate(exchanged)}
+            both = sorted(name for name, (is_dense, dims) in found.items() if is_dense and dims)
+            if both:
+                raise ConfigurationError(
+                    f"the gradients of {both} are sparse on some workers and dense on others: make them alike, or pass "
+                    "sparse_as_dense=True to hvd.DistributedOptimizer"
+                )
+            self._sparse = {name: dims for name, (_, dims) in found.items() if dims}
+        self._layouts_are_known = True
 
     def load_residuals(self, residuals: dict[str, torch.Tensor]) -> None:
         """Replace all residuals of this worker."""
@@ -102,9 +145,14 @@ class GradientExchange:
 
     def compressed_parameters(self) -> list[torch.Tensor]:
         """The parameters whose gradients are compressed, in the order of the optimizer."""
+        return [p for p in self._exchanged_parameters() if self._is_compressed(p)]
+
+    def _exchanged_parameters(self) -> list[torch.Tensor]:
         exchanged = self.optimizer._requires_update
-        ordered = [p for group in self.optimizer.param_groups for p in group["params"] if p in exchanged]
-        return [p for p in ordered if self._is_compressed(p)]
+        return [p for group in self.optimizer.param_groups for p in group["params"] if p in exchanged]
+
+    def _first_name(self) -> str:
+        return min(self.names.values(), default="")
 
     def _is_compressed(self, p: torch.Tensor) -> bool:
         return (
@@ -128,6 +176,9 @@ class GradientExchange:
             options=options,
             groups=self._group_names(compressed),
             scope=self.scope,
+            # A worker with one of Horovod's own compressions adds this parameter's gradient under this name, and gets
+            # Horovod's error at once, as do all that want to compare settings with it.
+            settings_name=self._first_name(),
         )
 
     def _group_names(self, compressed: list[torch.Tensor]) -> list[list[str]] | None:
@@ -138,20 +189,33 @@ class GradientExchange:
 
     # -- the three ways -----------------------------------------------------------------------------------------------
 
-    def _missing(self, p: torch.Tensor, name: str) -> torch.Tensor:
-        """The gradient of a parameter that took no part in this step on this worker."""
-        if name not in self._sparse:
-            return torch.zeros_like(p)
-        indices = torch.zeros(self._sparse[name], 0, dtype=torch.int64, device=p.device)
-        values = torch.zeros(0, *p.shape[self._sparse[name] :], dtype=p.dtype, device=p.device)
-        return torch.sparse_coo_tensor(indices, values, p.shape)
+    def _set_layout(self, p: torch.Tensor, name: str) -> None:
+        """Give `p` a gradient if it took no part in this step on this worker, and the layout that it has on all."""
+        dims = self._sparse.get(name, 0)
+        if p.grad is None and dims:
+            indices = torch.zeros(dims, 0, dtype=torch.int64, device=p.device)
+            values = torch.zeros(0, *p.shape[dims:], dtype=p.dtype, device=p.device)
+            p.grad = torch.sparse_coo_tensor(indices, values, p.shape)
+        elif p.grad is None:
+            p.grad = torch.zeros_like(p)
+        elif dims and not p.grad.is_sparse:
+            p.grad = p.grad.to_sparse(dims)
+        elif p.grad.is_sparse and not dims and self._layouts_are_known and not self.optimizer.sparse_as_dense:
+            p.grad = p.grad.to_dense()
+
+    def _frozen(self, p: torch.Tensor, name: str) -> torch.Tensor:
+        """What a parameter that was frozen after the start sends: nothing, and its residual waits for its return."""
+        residual = self.engine.residuals.pop(name, None)
+        if residual is not None:
+            self._set_aside[name] = residual
+        return torch.zeros_like(p.grad)
 
     def _submit_sparse(self, p: torch.Tensor, name: str) -> Handle:
         """A sparse gradient travels as Horovod sends it: all indices and values by allgather."""
-        self._sparse[name] = p.grad.sparse_dim()
+        self._sparse[name] = _sparse_dims(p)
         if self._is_compressed(p):
             self.engine.submit(name, None)
-        handle, _ = self.optimizer._sparse_allreduce_grad_async(p, name)
+        handle, _ = self.optimizer._sparse_allreduce_grad_async(p, f"{self.scope}{name}")
 
         def complete() -> torch.Tensor:
             # First, since a worker where this gradient is not sparse would be found there.
@@ -162,11 +226,11 @@ class GradientExchange:
         return complete
 
     def _submit_dense(self, p: torch.Tensor, name: str) -> Handle:
-        """Uncompressed, under Horovod's own name, so that Horovod fuses it with others."""
+        """Uncompressed, fused with others by Horovod."""
         optimizer = self.optimizer
         gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
         # Horovod refuses bfloat16, and what is not contiguous.
-        sent = gradient.to(torch.float32) if gradient.dtype == torch.bfloat16 else gradient.contiguous()
+        sent = (gradient.to(torch.float32) if gradient.dtype == torch.bfloat16 else gradient).contiguous()
         # Horovod divides by the worker count itself; the predivide factor only moves a part of that before the sum.
         factor = optimizer.gradient_predivide_factor if optimizer.op == mpi_ops.Average else 1.0
         counted = self.counters.bucket("dense")
@@ -176,9 +240,10 @@ class GradientExchange:
         counted.dense_bytes += gradient.numel() * gradient.element_size()
         counted.sent_bytes += sent.numel() * sent.element_size()
         counted.received_bytes += sent.numel() * sent.element_size()
+        suffix = ".dense" if name == self._first_name() and self.compressor.meets != "dense" else ""
         handle = mpi_ops.allreduce_async_(
             sent,
-            name=name,
+            name=f"{self.scope}{name}{suffix}",
             op=optimizer.op,
             prescale_factor=1.0 / factor,
             postscale_factor=factor,
@@ -188,7 +253,8 @@ class GradientExchange:
         def complete() -> torch.Tensor:
             self.finish()
             with counted.timed("exchange"):
-                return wait(handle).to(gradient.dtype)
+                result: torch.Tensor = wait(handle)
+            return result if sent is gradient else gradient.copy_(result)
 
         return complete
 
@@ -213,8 +279,23 @@ class GradientExchange:
 
 def _owns_its_memory(gradient: torch.Tensor) -> bool:
     """Whether nothing but this gradient lies in its memory, so that the engine may keep it as a residual."""
-    whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
-    return whole and gradient.is_contiguous() and not gradient._is_view()
+    storage = gradient.untyped_storage()
+    whole = storage.nbytes() == gradient.numel() * gradient.element_size()
+    # Memory that cannot be resized is somebody else's, such as a numpy array's. A tensor made by detach() looks at the
+    # same memory without being a view, so only the count of those that hold it can tell: the gradient and `storage`
+    # here, and inside a hook autograd, twice, if it has just made the gradient.
+    alone = storage.resizable() and _holders(storage) in (2, 4)
+    return whole and alone and gradient.is_contiguous() and not gradient._is_view()
+
+
+def _holders(storage: torch.UntypedStorage) -> int:
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return -1 if count is None else int(count(storage._cdata))
+
+
+def _sparse_dims(p: torch.Tensor) -> int:
+    """The number of sparse dimensions of the gradient of `p`, 0 for none or a dense one."""
+    return p.grad.sparse_dim() if p.grad is not None and p.grad.is_sparse else 0
 
 
 def require_members(optimizer: Any) -> None:

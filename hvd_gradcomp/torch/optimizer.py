@@ -136,8 +136,11 @@ def _allreduce_grad_async(original: Callable[..., Any], self: Any, p: torch.Tens
 def _synchronize(original: Callable[..., Any], self: Any) -> None:
     # Horovod averages again when synchronize() is called twice; averaging equals, that only costs time. Compressing
     # an averaged gradient again would lose most of it, so without a new gradient there is nothing to do.
-    if getattr(self, _ATTRIBUTE, None) is not None and self._synchronized and not self._handles:
-        return
+    exchange = getattr(self, _ATTRIBUTE, None)
+    if exchange is not None:
+        if self._synchronized and not self._handles:
+            return
+        exchange.learn_layouts()
     original(self)
 
 

@@ -11,7 +11,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
 from hvd_gradcomp.collectives import Allgather, Allreduce, Request
-from hvd_gradcomp.errors import UnsupportedError
+from hvd_gradcomp.errors import ConfigurationError, UnsupportedError
 
 _ADDS = {"float32": torch.float32, "float16": torch.float16}
 
@@ -60,15 +60,21 @@ class HorovodTransport:
 
 
 def wait(handle: int) -> Any:
-    """Horovod's `synchronize`, with a clearer word where a worker has called `hvd.join()`.
+    """Horovod's `synchronize`, with a clearer word where a worker has called `hvd.join()` or compresses otherwise.
 
     Raises:
         UnsupportedError: a worker has joined.
+        ConfigurationError: another worker sends this gradient in another way.
         HorovodInternalError: as Horovod raises it.
     """
     try:
         return mpi_ops.synchronize(handle)
     except HorovodInternalError as error:
+        if "Mismatched" in str(error):
+            raise ConfigurationError(
+                f"Horovod said: {error} Some worker does not compress its gradients as this one does: give every "
+                "worker the same compression= (one may have Horovod's own), the same model and the same Horovod options"
+            ) from error
         if "Join" not in str(error):
             raise
         raise UnsupportedError(

@@ -58,9 +58,9 @@ def split_payloads(ops: Ops, gathered: Array, ranks: Sequence[int], fingerprint:
     payloads: list[Received] = []
     differing: list[int] = []
     reader = Reader(ops, gathered)
-    for rank in ranks:
+    for place, rank in enumerate(ranks):
         try:
-            found, received = _read_payload(reader, rank)
+            found, received = _read_payload(reader, rank, ranks[place - 1] if place else None)
         except PayloadError as error:
             raise PayloadError(
                 f"rank {rank} sent a corrupt payload: {error}. All workers stop here, before a wrong gradient is used; "
@@ -79,14 +79,16 @@ def split_payloads(ops: Ops, gathered: Array, ranks: Sequence[int], fingerprint:
     return payloads
 
 
-def _read_payload(reader: Reader, rank: int) -> tuple[int, Received]:
+def _read_payload(reader: Reader, rank: int, before: int | None) -> tuple[int, Received]:
     ops = reader.ops
     head = ops.to_host(reader.bytes(_HEADER_BYTES))
     magic, version, flags, fingerprint, length = HEADER.unpack(head[: HEADER.size])
+    # Where a payload ends is known from its header alone, so bytes too many would be found in the next header.
+    other = "" if before is None else f" (or rank {before} sent more bytes than its header says)"
     if magic != MAGIC:
-        raise PayloadError(f"it begins with {magic!r} instead of {MAGIC!r}")
+        raise PayloadError(f"it begins with {magic!r} instead of {MAGIC!r}{other}")
     if version != VERSION:
-        raise PayloadError(f"it has format version {version}, this is version {VERSION}")
+        raise PayloadError(f"it has format version {version}, this is version {VERSION}{other}")
     body = reader.bytes(length - _HEADER_BYTES)
     if len(body) % 4 or CHECKSUM.unpack(head[HEADER.size :])[0] != _checksum(ops, head[: HEADER.size], body):
         raise PayloadError("its checksum does not match")

@@ -71,11 +71,12 @@ def decode_positions(reader: Reader, size: int, count: int) -> Array | None:
             raise PayloadError(f"payload says all of {size} elements are kept, but counts {count}")
         return None
     if code == RICE:
-        positions = _decode_rice(reader, rice_bits, count, unary_bytes)
+        positions = _decode_rice(reader, rice_bits, size, count, unary_bytes)
     elif code == BITMAP:
         positions = ops.nonzero(ops.unpack_bits(reader.bytes(_octets(size)), size) > 0)
     elif code == RAW:
-        positions = ops.unpack_uint(reader.bytes(4 * count), 32, count)
+        words = ops.cast(ops.from_bytes(reader.bytes(4 * count), "int32"), "int64")
+        positions = ops.bit_and(words, 0xFFFFFFFF)
     else:
         raise PayloadError(f"unknown index code {code}")
     _check(ops, positions, count, size)
@@ -123,10 +124,11 @@ def _marks(ops: Ops, positions: Array, size: int, like: Array) -> Array:
     return ops.put(marks, positions, ops.zeros(len(positions), "uint8", like) + 1)
 
 
-def _decode_rice(reader: Reader, rice_bits: int, count: int, unary_bytes: int) -> Array:
+def _decode_rice(reader: Reader, rice_bits: int, size: int, count: int, unary_bytes: int) -> Array:
     ops = reader.ops
-    if rice_bits > 31:
-        raise PayloadError(f"Rice code with {rice_bits} bits; at most 31 are possible")
+    # More low bits than `_best_rice` considers would be a waste to write, and cost much memory to unpack.
+    if rice_bits > 31 or count << rice_bits > 2 * size:
+        raise PayloadError(f"Rice code with {rice_bits} low bits for {count} of {size} positions is not possible")
     packed = reader.bytes(_octets(rice_bits * count))
     ends = ops.nonzero(ops.unpack_bits(reader.bytes(unary_bytes), 8 * unary_bytes) > 0)
     if len(ends) != count:

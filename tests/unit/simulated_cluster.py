@@ -67,7 +67,7 @@ class Cluster:
         adds: Sequence[str] = ("float32", "float16"),
         ranks: Sequence[int] | None = None,
         tamper: Tamper | None = None,
-        timeout: float = 20.0,
+        timeout: float = 10.0,
     ) -> None:
         self.workers = workers
         self.ranks = tuple(ranks or (10 + 3 * worker for worker in range(workers)))

@@ -1,0 +1,42 @@
+"""One Horovod job for all tests of a run: every worker runs the same tests in the same order.
+
+The first failure ends a worker's run: the others are then at some other point of the test, and what follows would say
+nothing. scripts/parallel_tests.py shows each worker's report.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import horovod.torch as hvd
+import pytest
+
+WORKERS = int(os.environ.get("HOROVOD_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
+EVEN = hvd.ProcessSet(list(range(0, WORKERS, 2)))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.maxfail = 1
+    os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+    hvd.init(process_sets=[EVEN])
+
+
+@pytest.fixture(autouse=True)
+def _together() -> None:
+    """Workers begin each test together, so that a timeout counts the test and not the tests before it."""
+    hvd.barrier()
+
+
+@pytest.fixture
+def even_ranks() -> hvd.ProcessSet:
+    """A process set made when Horovod started: ranks 0, 2, ..."""
+    return EVEN
+
+
+@pytest.fixture
+def last_ranks() -> Iterator[hvd.ProcessSet]:
+    """A process set made while Horovod runs: the later half of the ranks."""
+    found = hvd.add_process_set(range(WORKERS // 2, WORKERS))
+    yield found
+    hvd.remove_process_set(found)
