@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from hvd_gradcomp.collectives import Allreduce
 from hvd_gradcomp.feedback import mean_residuals, residuals_from
@@ -57,7 +56,7 @@ def residual_state_dict(owner: Any) -> dict[str, object]:
     with exact_floats():
         own = exchange.residuals.read()
         for parameter in exchange.engine.parameters:
-            mine = own.get(parameter.name, np.zeros(parameter.size, np.float32))
+            mine = own.get(parameter.name, {}).get("residual", np.zeros(parameter.size, np.float32))
             request = Allreduce(np.asarray(mine), "float32")
             totals[parameter.name] = exchange.transport.wait(exchange.transport.start(request, parameter.name))
         return mean_residuals(backend("numpy"), totals, exchange.transport.workers)
@@ -83,7 +82,7 @@ def load_residual_state_dict(variables: Sequence[Any], state: Any) -> None:
         )
         target.write({})
         return
-    sizes = {path: each.value.shape.num_elements() for path, each in target.by_path.items()}
+    sizes = {path: each.residual.shape.num_elements() for path, each in target.by_path.items()}
     found = residuals_from(state, sizes)
     unknown = sorted(set(state["mean"]) - set(sizes))
     if unknown:
@@ -92,4 +91,4 @@ def load_residual_state_dict(variables: Sequence[Any], state: Any) -> None:
             "names variables after the models around them, so build the model as it was built when this was saved",
             stacklevel=2,
         )
-    target.write({path: tf.constant(np.asarray(value, np.float32)) for path, value in found.items()})
+    target.write({path: {"residual": np.asarray(value, np.float32)} for path, value in found.items()})

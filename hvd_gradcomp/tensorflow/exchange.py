@@ -50,9 +50,9 @@ class GradientExchange:
         self.dtypes = [variable.dtype for variable in variables]
         self.compressed = [place for place in range(len(variables)) if self._is_compressed(place)]
         self.transport = HorovodTransport(settings.process_set)
-        self.presence = Presence(self.transport, self.paths)
         self.direct = Direct(settings, scope)
         self.engine = self._make_engine(variables, scope)
+        self.presence = Presence(self.engine, self.paths)
         self.residuals = Residuals(
             [variables[place] for place in self.compressed], [self.paths[place] for place in self.compressed]
         )
@@ -120,6 +120,7 @@ class GradientExchange:
             "dense_below": settings.compressor.dense_below,
             "sparse_as_dense": settings.sparse_as_dense,
             "backward_passes_per_step": settings.backward_passes_per_step,
+            **settings.further,
         }
         return Engine(
             settings.compressor,
@@ -162,11 +163,12 @@ class GradientExchange:
             if not names:
                 return [True]
             gradients = dict(zip(names, self._all_or_none([own(each) for each in flat], bool(finite)), strict=True))
-            self.engine.residuals = self.residuals.read()
+            kept = self.residuals.read()
+            self.engine.residuals = {name: parts["residual"] for name, parts in kept.items()}
             for parameter in self.engine.parameters:
                 self.engine.submit(parameter.name, gradients.get(parameter.name))
             results = self.engine.finish()
-            self.residuals.write(self.engine.residuals)
+            self.residuals.write({name: {"residual": each} for name, each in self.engine.residuals.items()})
             return [*(results[name] for name in names), True]
 
     def _all_or_none(self, gradients: list[Array], finite: bool) -> list[Array]:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_gradcomp.collectives import Allgather, Transport
+from hvd_gradcomp.collectives import Allgather
+from hvd_gradcomp.engine import Engine
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.tensorflow.graphs import require_eager_outside
 
@@ -22,10 +23,16 @@ MISSING, DENSE, SPARSE32, SPARSE64 = range(4)
 
 
 class Presence:
-    """What the workers of `transport` know about the gradients of the variables called `paths`."""
+    """What the workers of an engine know about each other's gradients.
 
-    def __init__(self, transport: Transport, paths: Sequence[str]) -> None:
-        self.transport = transport
+    Args:
+        engine: whose workers; they compare their settings first, since lists of different variables mean nothing.
+        paths: what the variables are called.
+    """
+
+    def __init__(self, engine: Engine, paths: Sequence[str]) -> None:
+        self.engine = engine
+        self.transport = engine.transport
         self.paths = paths
         self._known = np.zeros(len(paths), np.uint8)
         self._asked = False
@@ -34,14 +41,21 @@ class Presence:
         """Ask the other workers, where they have not been asked about these gradients yet.
 
         Raises:
-            ConfigurationError: a gradient is sparse on some workers and dense on others.
+            ConfigurationError: workers were given different settings or variables, or a gradient is sparse on some and
+                dense on others.
         """
         mine = np.array([_way(gradient) for gradient in gradients], np.uint8)
         if self._asked and not np.any((mine != MISSING) & (self._known == MISSING)):
             return
         require_eager_outside()
         with tf.init_scope():
+            self.engine.begin_agreement(mine)
+            self.engine.conclude_agreement()
             gathered = self.transport.wait(self.transport.start(Allgather(mine), "presence"))
+        if len(gathered) != self.transport.workers * len(mine):
+            raise ConfigurationError(
+                f"workers were given different numbers of variables, this one {len(mine)}: give every worker the same"
+            )
         workers = np.asarray(gathered).reshape(self.transport.workers, -1)
         # MISSING is the smallest, so the largest is what some worker has.
         known = workers.max(axis=0)

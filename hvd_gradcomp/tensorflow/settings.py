@@ -33,6 +33,8 @@ class Settings:
     device_dense: str = ""
     device_sparse: str = ""
     backward_passes_per_step: int = 1
+    #: Horovod's own compression, where that is used instead of `compressor`.
+    stock: Any = None
 
     def __post_init__(self) -> None:
         if self.op not in (hvd.Average, hvd.Sum):
@@ -40,6 +42,11 @@ class Settings:
                 f"{self.compressor} works with op=hvd.Average and op=hvd.Sum, got op={self.op!r}"
                 + (" (Adasum combines whole gradients, not payloads)" if self.op == hvd.Adasum else "")
             )
+
+    @property
+    def further(self) -> dict[str, object]:
+        """What else the workers must have in common, by the name under which an error shows it."""
+        return {} if self.stock is None else {"Horovod compression": getattr(self.stock, "__name__", str(self.stock))}
 
     @property
     def averages(self) -> bool:

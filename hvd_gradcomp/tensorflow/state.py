@@ -14,73 +14,90 @@ import tensorflow as tf
 from hvd_gradcomp.ops import Array
 from hvd_gradcomp.tensorflow.host import is_on_host, own, view
 
-_ATTRIBUTE = "_hvd_gradcomp_residual"
+_ATTRIBUTE = "_hvd_gradcomp_kept"
+# The engine's name for what has not been sent yet.
+_RESIDUAL = "residual"
 
 
-class Residual(tf.Module):
-    """The residual of one variable on this worker.
+class Kept(tf.Module):
+    """What this worker keeps for one variable.
 
     Args:
         size: elements of the variable.
 
     Attributes:
-        value: float32, shape (size,).
-        in_use: whether the engine has one; to it a residual of zeros and none are not quite the same.
+        parts: name of a part -> its variable; "residual" is float32, shape (size,).
+        in_use: the parts that the engine has; to it a residual of zeros and none are not quite the same.
     """
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.value = tf.Variable(tf.zeros([size]), trainable=False, name="residual")
-        self.in_use = False
+        self.parts = {_RESIDUAL: tf.Variable(tf.zeros([size]), trainable=False, name=_RESIDUAL)}
+        self.in_use: frozenset[str] = frozenset()
+
+    @property
+    def residual(self) -> tf.Variable:
+        """What has not been sent yet."""
+        return self.parts[_RESIDUAL]
 
     @property
     def owes(self) -> bool:
-        """Whether there is anything to send later; the variable alone says so after a checkpoint was restored."""
-        return self.in_use or _any(self.value.value())
+        """Whether there is anything; the variables alone say so after a checkpoint was restored."""
+        return bool(self.in_use) or any(_any(variable.value()) for variable in self.parts.values())
 
-    def read(self) -> Array | None:
-        """A copy for the engine to keep and change, or None where nothing is owed."""
-        return own(self.value.value()) if self.owes else None
+    def read(self) -> dict[str, Array]:
+        """Copies of the parts, for the engine to keep and change."""
+        return {
+            part: own(variable.value())
+            for part, variable in self.parts.items()
+            if part in self.in_use or _any(variable.value())
+        }
 
-    def write(self, residual: Array | None) -> None:
-        """Replace it; None means that nothing is owed any more."""
-        if residual is not None or self.in_use:
-            self.value.assign(tf.zeros_like(self.value) if residual is None else tf.convert_to_tensor(residual))
-        self.in_use = residual is not None
+    def write(self, parts: Mapping[str, Array]) -> None:
+        """Replace all parts; one that is missing becomes zero."""
+        for part in self.in_use - parts.keys():
+            self.parts[part].assign(tf.zeros_like(self.parts[part]))
+        for part, value in parts.items():
+            tensor = tf.convert_to_tensor(value)
+            if part in self.parts and self.parts[part].shape == tensor.shape:
+                self.parts[part].assign(tensor)
+            else:
+                self.parts[part] = tf.Variable(tensor, trainable=False, name=part)
+        self.in_use = frozenset(parts)
 
 
 class Residuals(tf.Module):
-    """The residuals of some variables, by path.
+    """What this worker keeps for some variables, by path: residuals, and what else a memory or a method keeps.
 
     Pass this object to `tf.train.Checkpoint` on every worker, each with a file of its own, and a resumed run with as
     many workers goes on as if it had never stopped. For one file that serves any number of workers, see
     `residual_state_dict`.
 
     Attributes:
-        by_path: the `Residual` of each variable.
+        by_path: path -> what is kept for that variable.
     """
 
     def __init__(self, variables: Sequence[tf.Variable], paths: Sequence[str]) -> None:
         super().__init__()
-        self.by_path = {path: _residual_of(each) for path, each in zip(paths, variables, strict=True)}
+        self.by_path = {path: _kept_of(each) for path, each in zip(paths, variables, strict=True)}
 
-    def read(self) -> dict[str, Array]:
-        """Copies of the residuals that there are, by path."""
-        values = {path: each.read() for path, each in self.by_path.items()}
-        return {path: value for path, value in values.items() if value is not None}
+    def read(self) -> dict[str, dict[str, Array]]:
+        """Copies of what there is: path -> part -> array."""
+        found = {path: each.read() for path, each in self.by_path.items()}
+        return {path: parts for path, parts in found.items() if parts}
 
-    def write(self, residuals: Mapping[str, Array]) -> None:
-        """Replace all residuals; where one is missing, nothing is owed any more."""
+    def write(self, state: Mapping[str, Mapping[str, Array]]) -> None:
+        """Replace everything; what is missing in `state` becomes zero."""
         for path, each in self.by_path.items():
-            each.write(residuals.get(path))
+            each.write(state.get(path, {}))
 
 
-def _residual_of(variable: tf.Variable) -> Residual:
+def _kept_of(variable: tf.Variable) -> Kept:
     found = getattr(variable, _ATTRIBUTE, None)
     if found is None:
         # Also while a function is traced: a variable lives outside of graphs.
         with tf.init_scope():
-            found = Residual(variable.shape.num_elements())
+            found = Kept(variable.shape.num_elements())
         setattr(variable, _ATTRIBUTE, found)
     return found
 

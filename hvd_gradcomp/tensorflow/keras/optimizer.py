@@ -86,13 +86,14 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         device_dense=device_dense,
         device_sparse=device_sparse,
         backward_passes_per_step=backward_passes_per_step,
+        stock=None if compressor else compression,
     )
     target = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
     if isinstance(target, Distributed):
         raise ConfigurationError(f"this {type(target).__name__} exchanges gradients already: wrap it once")
     _accumulate(target, backward_passes_per_step)
     factor = 1 if average_aggregated_gradients else backward_passes_per_step
-    distribution = Distribution(settings, None if compressor else compression, factor, scale_local_gradients)
+    distribution = Distribution(settings, factor, scale_local_gradients)
     object.__setattr__(target, "__class__", _distributed_class(type(target)))  # type: ignore[arg-type]
     setattr(target, _ATTRIBUTE, distribution)
     if target.built:
@@ -105,14 +106,12 @@ class Distribution:
 
     Args:
         settings: for the exchange.
-        stock: Horovod's compression, where it is not one of this package.
         factor: to multiply with after averaging, for sums over several backward passes.
         scale_local: see `DistributedOptimizer`.
     """
 
-    def __init__(self, settings: Settings, stock: Any, factor: int, scale_local: bool) -> None:
+    def __init__(self, settings: Settings, factor: int, scale_local: bool) -> None:
         self.settings = settings
-        self.stock = stock
         self.factor = factor
         self.scale_local = scale_local
         self.reducer = Reducer(settings)
@@ -128,7 +127,7 @@ class Distribution:
 
     def track(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Make the residuals part of the optimizer, as checkpoints see it."""
-        if self.stock is None and self._shared(variables):
+        if self.settings.stock is None and self._shared(variables):
             optimizer.hvd_gradcomp_residuals = self.exchange(variables).residuals
 
     def fill(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
@@ -153,7 +152,7 @@ class Distribution:
         return [self._scaled(given[id(each)]) if self._is_local(each) else given[id(each)] for each in variables]
 
     def _reduce(self, gradients: list[Gradient], variables: list[Any]) -> list[Gradient]:
-        if self.stock is None:
+        if self.settings.stock is None:
             return self.reducer(gradients, variables)
         settings = self.settings
         groups: Any = settings.groups
@@ -163,7 +162,7 @@ class Distribution:
             "DistributedOptimizer",
             settings.device_dense,
             settings.device_sparse,
-            self.stock,
+            settings.stock,
             settings.sparse_as_dense,
             settings.op,
             settings.gradient_predivide_factor,

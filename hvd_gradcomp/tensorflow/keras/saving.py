@@ -11,7 +11,6 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
-import tensorflow as tf
 
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.tensorflow.host import view
@@ -25,7 +24,9 @@ def write_residuals(folder: Path, residuals: Residuals, process_set: hvd.Process
     if not any(each.owes for each in residuals.by_path.values()):
         return
     worker = [process_set.rank(), process_set.size()] if hvd.is_initialized() else [0, 1]
-    values: dict[str, Any] = {f"residual:{path}": view(each.value.value()) for path, each in residuals.by_path.items()}
+    values: dict[str, Any] = {
+        f"residual:{path}": view(each.residual.value()) for path, each in residuals.by_path.items()
+    }
     np.savez(folder / _FILE, worker=np.array(worker), **values)
 
 
@@ -50,14 +51,14 @@ def read_residuals(filepath: Any, residuals: Residuals, process_set: hvd.Process
             return
         # By place: Keras may give a variable another path when it loads it, the order stays.
         values = [saved[name] for name in saved.files if name.startswith("residual:")]
-    sizes = [each.value.shape.num_elements() for each in residuals.by_path.values()]
+    sizes = [each.residual.shape.num_elements() for each in residuals.by_path.values()]
     if [value.size for value in values] != sizes:
         raise ConfigurationError(
             f"{filepath} holds residuals of {[value.size for value in values]} elements, the optimizer compresses "
             f"gradients of {sizes}: load the model with the compression and dense_below that it was saved with"
         )
     for each, value in zip(residuals.by_path.values(), values, strict=True):
-        each.write(tf.constant(value))
+        each.write({"residual": value})
 
 
 def _asset(filepath: Any) -> bytes | None:
