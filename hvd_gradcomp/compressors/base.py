@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, overload
 
-from hvd_gradcomp.errors import ConfigurationError, NonFiniteError, UnsupportedError
+from hvd_gradcomp.errors import ConfigurationError, NonFiniteError
 from hvd_gradcomp.feedback import ErrorFeedback, Memory
 from hvd_gradcomp.ops import Array, Ops, ops_for
 from hvd_gradcomp.wire.parts import Reader
@@ -162,7 +162,9 @@ class Compressor:
     # -- looks ------------------------------------------------------------------------------------------------------
 
     def __rshift__(self, code: object) -> Compressor:
-        raise UnsupportedError(f"{self} does not select values, so nothing can be coded after it with >>")
+        raise ConfigurationError(
+            f"{self} >> {code}: the left side must select values, as TopK does, for the right side to code"
+        )
 
     def __str__(self) -> str:
         return call_spec(self)

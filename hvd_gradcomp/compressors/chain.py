@@ -131,4 +131,4 @@ def decode_sparse(ops: Ops, frames: Reader, out: Array) -> Array:
 
 def expected_sparse_bytes(kept: float, size: int, value_bits: float) -> float:
     """Bytes of `kept` of `size` values at `value_bits` each, with their positions."""
-    return kept * (expected_bits(min(1.0, kept / size)) + value_bits) / 8
+    return kept * (expected_bits(min(1.0, kept / size)) + value_bits) / 8 if size else 0.0

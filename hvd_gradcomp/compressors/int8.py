@@ -26,7 +26,7 @@ class Int8(ValueCode):
     has a step of its own. Behind a sparsifier the cost is a few passes over the kept values only.
 
     Args:
-        block: values that share a step; a power of two.
+        block: values that share a step; a power of two, at most 2**31.
 
     References:
         T. Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", ICLR 2016.
@@ -38,8 +38,8 @@ class Int8(ValueCode):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.block, int) or self.block < 1 or self.block & (self.block - 1):
-            raise ConfigurationError(f"block must be a power of two, got {self.block!r}")
+        if not isinstance(self.block, int) or not 1 <= self.block <= 2**31 or self.block & (self.block - 1):
+            raise ConfigurationError(f"block must be a power of two, at most 2**31, got {self.block!r}")
 
     def bits(self) -> float:
         return 8 + 32 / self.block

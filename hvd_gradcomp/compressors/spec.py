@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -46,10 +47,8 @@ def compression_from_spec(spec: str) -> Compressor:
     Raises:
         ConfigurationError: the spec does not parse, or names what does not exist, or an argument is out of range.
     """
-    text = spec.strip()
-    # A lone name may be written as on a command line; inside a longer spec a hyphen could be a minus.
-    if text.replace("-", "_").isidentifier():
-        text = text.replace("-", "_")
+    # A hyphen between letters joins a name, as on a command line; before a digit it is a minus.
+    text = _HYPHEN.sub(r"\1_", spec.strip())
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:
@@ -57,6 +56,7 @@ def compression_from_spec(spec: str) -> Compressor:
     return _compressor(tree, spec)
 
 
+_HYPHEN = re.compile(r"\b([A-Za-z_]\w*)-(?=[A-Za-z_])")
 _EXAMPLES = "examples: 'topk-int8', 'topk(ratio=0.001) >> int8', 'fp16', 'none'"
 
 
@@ -86,6 +86,8 @@ def _call(tree: ast.expr, known: dict[str, Callable[..., Any]], kind: str, spec:
     for keyword in call.keywords:
         if keyword.arg is None:
             raise ConfigurationError(f"{_bad(spec)}: '**' has no meaning here; {_EXAMPLES}")
+        if keyword.arg in options:
+            raise ConfigurationError(f"{_bad(spec)}: {keyword.arg!r} is repeated in {ast.unparse(tree)!r}")
         is_memory = keyword.arg == "memory"
         options[keyword.arg] = (
             _call(keyword.value, _MEMORIES, "memory", spec) if is_memory else _value(keyword.value, spec)
@@ -99,7 +101,7 @@ def _call(tree: ast.expr, known: dict[str, Callable[..., Any]], kind: str, spec:
 def _value(tree: ast.expr, spec: str) -> Any:
     try:
         return ast.literal_eval(tree)
-    except ValueError:
+    except (ValueError, TypeError):
         raise ConfigurationError(
             f"{_bad(spec)}: {ast.unparse(tree)!r} is no plain value such as 0.01 or True"
         ) from None

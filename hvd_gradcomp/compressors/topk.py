@@ -41,6 +41,8 @@ class TopK(Sparsifier):
         super().__post_init__()
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 0 < self.ratio <= 1:
             raise ConfigurationError(f"ratio must be a number with 0 < ratio <= 1, got {self.ratio!r}")
+        # 1, 1.0 and numpy's 1.0 are equal and have to look so too: workers compare specs.
+        object.__setattr__(self, "ratio", float(self.ratio))
 
     def kept(self, size: int) -> float:
         return min(size, math.ceil(self.ratio * size))
@@ -65,13 +67,15 @@ def top_positions(ops: Ops, magnitudes: Array, k: int) -> Array:
     """The positions of the k largest of `magnitudes` (float32, >= 0), ascending; zeros are never among them.
 
     Args:
-        magnitudes: float32, shape (n,), n >= 1.
-        k: 1 <= k <= n.
+        magnitudes: float32, shape (n,).
+        k: 1 <= k <= n; not looked at when n = 0.
 
     Returns:
         int64, shape (at most k,).
     """
     size = len(magnitudes)
+    if not size:
+        return ops.nonzero(magnitudes > 0)
     if size >= _SAMPLE_FROM and k <= size // 4:
         candidates = _candidates(ops, magnitudes, k)
         if candidates is not None:
