@@ -163,7 +163,7 @@ class Compressor:
 
     def __rshift__(self, code: object) -> Compressor:
         raise ConfigurationError(
-            f"{self} >> {code}: the left side must select values, as TopK does, for the right side to code"
+            f"{self} >> {code}: {self} does not select values, as TopK does, so nothing can be coded after it"
         )
 
     def __str__(self) -> str:

@@ -59,9 +59,9 @@ def plan_buckets(
         parts += [[by_name.pop(name) for name in group if name in by_name] for group in groups]
         parts += [[parameter] for parameter in by_name.values()]
         return _numbered(parts)
-    filled = bucket_bytes
+    filled = 0
     for parameter in reversed(parameters):
-        if filled + 4 * parameter.size > bucket_bytes:
+        if not parts or filled + 4 * parameter.size > bucket_bytes:
             parts.append([])
             filled = 0
         parts[-1].append(parameter)
