@@ -6,6 +6,7 @@ order. A graph with that call is traced once; the engine runs whenever the graph
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -87,6 +88,9 @@ class GradientExchange:
             ConfigurationError: a gradient is sparse on some workers and dense on others.
         """
         filled = self.fill(gradients)
+        if self.transport.workers == 1 and not os.environ.get("HOROVOD_ELASTIC"):
+            # Nobody to send to, so nothing is to be lost by compression; as Horovod's optimizer for PyTorch has it.
+            return filled
         places = [place for place in self.compressed if isinstance(filled[place], tf.Tensor)]
         others = [place for place, each in enumerate(filled) if each is not None and place not in places]
         direct = [filled[place] for place in others]

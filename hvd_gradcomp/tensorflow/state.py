@@ -7,6 +7,7 @@ asks for them first.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import tensorflow as tf
@@ -24,15 +25,17 @@ class Kept(tf.Module):
 
     Args:
         size: elements of the variable.
+        device: where it lives.
 
     Attributes:
         parts: name of a part -> its variable; "residual" is float32, shape (size,).
         in_use: the parts that the engine has; to it a residual of zeros and none are not quite the same.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: str) -> None:
         super().__init__()
-        self.parts = {_RESIDUAL: tf.Variable(tf.zeros([size]), trainable=False, name=_RESIDUAL)}
+        with tf.device(device):
+            self.parts = {_RESIDUAL: tf.Variable(tf.zeros([size]), trainable=False, name=_RESIDUAL)}
         self.in_use: frozenset[str] = frozenset()
 
     @property
@@ -95,9 +98,9 @@ class Residuals(tf.Module):
 def _kept_of(variable: tf.Variable) -> Kept:
     found = getattr(variable, _ATTRIBUTE, None)
     if found is None:
-        # Also while a function is traced: a variable lives outside of graphs.
-        with tf.init_scope():
-            found = Kept(variable.shape.num_elements())
+        # A function that is being traced would be traced once more if it saw a new variable on its own thread.
+        with ThreadPoolExecutor(1) as thread:
+            found = thread.submit(Kept, variable.shape.num_elements(), variable.device).result()
         setattr(variable, _ATTRIBUTE, found)
     return found
 
