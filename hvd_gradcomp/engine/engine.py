@@ -143,6 +143,14 @@ class Engine:
             self._in_flight.clear()
         return results
 
+    def abandon(self) -> None:
+        """Forget the step that is under way, on all workers; what they kept before it stays as it was."""
+        self._gathering.clear()
+        flights = self._in_flight.copy()
+        self._in_flight.clear()
+        for flight in flights:
+            self.transport.wait(flight.handle)
+
     # -- one bucket ---------------------------------------------------------------------------------------------------
 
     def _launch(self, bucket: Bucket, gradients: Mapping[str, Array | None]) -> None:

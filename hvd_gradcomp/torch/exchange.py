@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from horovod.common.util import split_list
 from horovod.torch import mpi_ops
 
@@ -50,6 +52,8 @@ class GradientExchange:
         self._groups = groups
         self._engine: Engine | None = None
         self._results: dict[str, torch.Tensor] = {}
+        # Handles of this step's uncompressed exchanges.
+        self._uncompressed: list[int] = []
         # Whether an optimizer state was loaded whose residuals were not.
         self._warn_about_residuals = False
         # Parameters with sparse gradients -> their number of sparse dimensions; the same on all workers after a step.
@@ -100,8 +104,7 @@ class GradientExchange:
         try:
             self._results.update(self.engine.finish())
         finally:
-            self.engine.residuals.update(self._set_aside)
-            self._set_aside.clear()
+            self._end_step()
 
     def learn_layouts(self) -> None:
         """In the first step, learn from the other workers which parameters have sparse gradients.
@@ -250,6 +253,8 @@ class GradientExchange:
             process_set=optimizer.process_set,
         )
 
+        self._uncompressed.append(handle)
+
         def complete() -> torch.Tensor:
             self.finish()
             with counted.timed("exchange"):
@@ -272,7 +277,20 @@ class GradientExchange:
             return shaped.to(p.dtype)
         return gradient.copy_(shaped)
 
+    def _end_step(self) -> None:
+        self.engine.residuals.update(self._set_aside)
+        self._set_aside.clear()
+        self._uncompressed.clear()
+
     def _state_loaded(self) -> None:
+        # Horovod forgets its handles here; what they stand for has to be over before the same names come again.
+        with contextlib.suppress(HorovodInternalError):
+            for handle in self._uncompressed:
+                wait(handle)
+            if self._engine is not None:
+                self._engine.abandon()
+                self._end_step()
+        self._results.clear()
         if self.compressor.memory.keeps and self.compressed_parameters() and not self.engine.residuals:
             self._warn_about_residuals = True
 
