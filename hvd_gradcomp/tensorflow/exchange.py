@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.common.util import split_list
 
@@ -88,8 +89,8 @@ class GradientExchange:
             ConfigurationError: a gradient is sparse on some workers and dense on others.
         """
         filled = self.fill(gradients)
-        if self.transport.workers == 1 and not os.environ.get("HOROVOD_ELASTIC"):
-            # Nobody to send to, so nothing is to be lost by compression; as Horovod's optimizer for PyTorch has it.
+        if hvd.size() == 1 and not os.environ.get("HOROVOD_ELASTIC"):
+            # Nobody to send to, so nothing is lost by compression: as in Horovod's optimizer for PyTorch.
             return filled
         places = [place for place in self.compressed if isinstance(filled[place], tf.Tensor)]
         others = [place for place, each in enumerate(filled) if each is not None and place not in places]
