@@ -19,7 +19,7 @@ from horovod.tensorflow.compression import Compression
 
 from hvd_gradcomp.compressors import NoCompression
 from hvd_gradcomp.compressors.base import as_compressor
-from hvd_gradcomp.errors import ConfigurationError
+from hvd_gradcomp.errors import ConfigurationError, UnsupportedError
 from hvd_gradcomp.tensorflow.exchange import Gradient, GradientExchange
 from hvd_gradcomp.tensorflow.keras import loss_scale
 from hvd_gradcomp.tensorflow.keras.saving import write_residuals
@@ -28,6 +28,8 @@ from hvd_gradcomp.tensorflow.reducer import Reducer
 from hvd_gradcomp.tensorflow.settings import Settings
 
 _ATTRIBUTE = "_hvd_gradcomp"
+# Newer than the first releases of Keras 3.
+_MULTI = getattr(keras.optimizers, "MultiOptimizer", None)
 
 
 def DistributedOptimizer(  # noqa: N802  (Horovod's name)
@@ -120,6 +122,8 @@ class Distribution:
         self.filled: list[Any] = []
         #: Those of them that Keras is about to update.
         self.updated: list[Any] = []
+        #: Whether the gradients of the last `apply` came to `reduce`.
+        self.reached = False
 
     def exchange(self, variables: Sequence[Any]) -> GradientExchange:
         """The exchange of all of these that are not local."""
@@ -143,6 +147,7 @@ class Distribution:
 
     def reduce(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
         """The gradients of `variables`, which are some of those last given to `fill`, reduced."""
+        self.reached = True
         given = {id(each): gradient for each, gradient in zip(variables, gradients, strict=True)}
         shared = self._shared(self.filled)
         if shared:
@@ -206,9 +211,22 @@ class Distributed:
 
     def apply(self, grads: Sequence[Gradient], trainable_variables: Sequence[Any] | None = None) -> None:
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)  # type: ignore[attr-defined]
+        distribution = self._hvd_gradcomp
+        if len(grads) != len(variables) or not variables:
+            super().apply(grads, trainable_variables)  # type: ignore[misc]
+            return
         # Before Keras drops the variables without a gradient, which may be others on other workers.
-        filled = self._hvd_gradcomp.fill(list(grads), variables) if len(grads) == len(variables) else grads
-        super().apply(filled, trainable_variables)  # type: ignore[misc]
+        gradients = distribution.fill(list(grads), variables)
+        distribution.reached = False
+        if _MULTI is not None and isinstance(self, _MULTI):
+            # It only deals the gradients out, to optimizers that clip them.
+            gradients = distribution.reduce(gradients, variables)
+        super().apply(gradients, trainable_variables)  # type: ignore[misc]
+        if not distribution.reached and not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+            raise UnsupportedError(
+                f"{type(self).__name__} applied gradients without asking for them to be clipped, where they would have "
+                "been exchanged: its apply() must lead to that of keras.optimizers.Optimizer"
+            )
 
     def _backend_apply_gradients(self, grads: Sequence[Gradient], trainable_variables: Sequence[Any]) -> None:
         self._hvd_gradcomp.updated = list(trainable_variables)
