@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from hvd_gradcomp.ops import Array
 
@@ -20,10 +20,14 @@ class Allgather:
 
 @dataclass(frozen=True)
 class Allreduce:
-    """Every worker gets the sum of all workers' `values` (float32, same length), added in the format `kind`."""
+    """Every worker gets the sum of all workers' `values` (float32, same length), added in the format `kind`.
+
+    With `op` "max" it is the largest of each element instead; what becomes of NaN is then not defined.
+    """
 
     values: Array
     kind: str
+    op: Literal["sum", "max"] = "sum"
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,45 @@
 from hvd_gradcomp.compressors.base import Compressor, Context
 from hvd_gradcomp.compressors.cast import BF16, FP16, NoCompression
 from hvd_gradcomp.compressors.chain import Chain, Sparsifier, ValueCode
+from hvd_gradcomp.compressors.dgc import DGC
 from hvd_gradcomp.compressors.int8 import Int8
+from hvd_gradcomp.compressors.linear import Linear
+from hvd_gradcomp.compressors.natural import Natural
+from hvd_gradcomp.compressors.nonuniform import Dynamic8
+from hvd_gradcomp.compressors.powersgd import PowerSGD
+from hvd_gradcomp.compressors.qsgd import QSGD
+from hvd_gradcomp.compressors.randomk import RandomK
+from hvd_gradcomp.compressors.signs import OneBit, ScaledSign, Sign
+from hvd_gradcomp.compressors.sketch import CountSketch
 from hvd_gradcomp.compressors.spec import compression_from_spec, register_spec
+from hvd_gradcomp.compressors.terngrad import TernGrad
+from hvd_gradcomp.compressors.terngrad_sum import TernGradSum
+from hvd_gradcomp.compressors.threshold import Threshold
 from hvd_gradcomp.compressors.topk import TopK, TopKInt8
 
 __all__ = [
     "BF16",
+    "DGC",
     "FP16",
+    "QSGD",
     "Chain",
     "Compressor",
     "Context",
+    "CountSketch",
+    "Dynamic8",
     "Int8",
+    "Linear",
+    "Natural",
     "NoCompression",
+    "OneBit",
+    "PowerSGD",
+    "RandomK",
+    "ScaledSign",
+    "Sign",
     "Sparsifier",
+    "TernGrad",
+    "TernGradSum",
+    "Threshold",
     "TopK",
     "TopKInt8",
     "ValueCode",

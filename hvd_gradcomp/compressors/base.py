@@ -5,11 +5,13 @@ State (residuals, seeds) lives in the engine, never here, so one compressor may 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, overload
 
-from hvd_gradcomp.errors import ConfigurationError, NonFiniteError
+from hvd_gradcomp.collectives import Exchange, Transport
+from hvd_gradcomp.errors import ConfigurationError, NonFiniteError, UnsupportedError
 from hvd_gradcomp.feedback import ErrorFeedback, Memory
 from hvd_gradcomp.ops import Array, Ops, ops_for
 from hvd_gradcomp.wire.parts import Reader
@@ -32,6 +34,57 @@ class Context:
     workers: int = 1
     name: str = ""
     step: int = 0
+
+    def key(self, seed: int) -> int:
+        """64 bits for `Ops.uniform`: draws of this worker's own, new at every step."""
+        return _hash(seed, self.name, self.step, self.rank)
+
+    def shared_key(self, seed: int) -> int:
+        """64 bits for `Ops.uniform`: draws that all workers make alike, new at every step."""
+        return _hash(seed, self.name, self.step)
+
+
+def _hash(*parts: object) -> int:
+    # Python's own hash differs between processes.
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor that goes into an exchange of a method's own.
+
+    Attributes:
+        x: float32, shape (n,); its memory may be reused. Not finite on the workers of a step that must be skipped.
+        shape: the tensor's shape; None where several tensors were joined or where nobody said.
+        context: of this tensor.
+        state: part -> what `Sent.state` held after the last step; never to be changed in place.
+    """
+
+    x: Array
+    shape: tuple[int, ...] | None
+    context: Context
+    state: Mapping[str, Array]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What came of an `Item`.
+
+    Attributes:
+        total: float32 (n,), the sum over the workers of what they sent; the same bits on every worker.
+        residual: float32 (n,), the item's `x` minus what this worker sent; None where it sent everything.
+        positions: int64, the elements that were sent; None where the method sends every element.
+        state: part -> what to keep for the next step, the same bits on every worker.
+    """
+
+    total: Array
+    residual: Array | None = None
+    positions: Array | None = None
+    state: Mapping[str, Array] = field(default_factory=dict)
+
+
+#: What can be compressed as one vector.
+GRANULARITIES = ("layer", "bucket", "model")
 
 
 class Door(Protocol):
@@ -78,26 +131,45 @@ class Compressor:
     Args:
         memory: what becomes of the part that is not sent; `ErrorFeedback()` by default, `NoMemory()` turns it off.
         dense_below: tensors of fewer elements travel uncompressed, through Horovod's own fused allreduce.
+        granularity: what is compressed as one vector: each tensor by itself ("layer"), the tensors of a bucket
+            ("bucket", or of each of Horovod's `groups`), or those of the whole model ("model"). Coarser means that
+            large gradients anywhere come first, and small tensors cost less; finer that no layer is starved.
 
     A subclass gives `encode` and `decode_add`; one whose payloads may be added says so (`meets`) and gives `summands`
-    and `from_sum` as well.
+    and `from_sum` as well; one that needs several rounds of its own gives `exchange`.
     """
 
-    #: "gather": each worker's payload is decoded; "sum": an allreduce may add the payloads; "dense": not compressed.
+    #: How payloads meet. "gather": each worker's payload is decoded; "sum": an allreduce may add the payloads;
+    #: "own": the method brings its exchange; "dense": not compressed.
     meets: ClassVar[str] = "gather"
     #: The format in which summands travel, for `meets = "sum"`: "float32", "float16" or "bfloat16".
     sum_kind: ClassVar[str] = "float32"
+    #: Whether summands mean something only among workers that agree on the step, such as positions drawn from it.
+    draws: ClassVar[bool] = False
+    #: Whether `combine` gives something else than the sum, for which a dense exchange cannot stand in.
+    votes: ClassVar[bool] = False
     #: The name in a spec string.
     spec_name: ClassVar[str]
 
     memory: Memory = field(default=ErrorFeedback(), kw_only=True)
     dense_below: int = field(default=1024, kw_only=True)
+    granularity: str = field(default="layer", kw_only=True)
 
     def __post_init__(self) -> None:
         if isinstance(self.memory, type) or not isinstance(self.memory, Memory):
             raise ConfigurationError(f"memory must be one such as ErrorFeedback() or NoMemory(), got {self.memory!r}")
         if not isinstance(self.dense_below, int) or self.dense_below < 0:
             raise ConfigurationError(f"dense_below must be a number of elements >= 0, got {self.dense_below!r}")
+        if self.granularity not in GRANULARITIES:
+            raise ConfigurationError(f"granularity must be one of {GRANULARITIES}, got {self.granularity!r}")
+
+    def takes(self, size: int) -> bool:
+        """Whether a tensor of `size` elements is handed to the engine, instead of to Horovod as it is."""
+        return self.meets != "dense" and size >= (1 if self.memory.is_momentum else max(self.dense_below, 1))
+
+    def at(self, step: int) -> Compressor:
+        """What this compressor is at exchange number `step` (from 0); itself, unless it follows a schedule."""
+        return self
 
     # -- for the engine ---------------------------------------------------------------------------------------------
 
@@ -123,6 +195,17 @@ class Compressor:
         """
         raise NotImplementedError
 
+    def combine(self, ops: Ops, total: Array, workers: int) -> Array:
+        """What takes the place of the workers' sum, given the sum of what their frames decode to: by default, that sum.
+
+        For methods whose workers vote, which set `votes`. Where the engine averages, it divides by the worker count
+        afterwards.
+
+        Args:
+            total: float32, shape (n,); may change in place. The same bits on every worker.
+        """
+        return total
+
     def summands(self, ops: Ops, x: Array, context: Context) -> tuple[Array, Array]:
         """What to add over the workers (float32, exact in `sum_kind`, shape (m,)), and the residual (shape (n,))."""
         raise NotImplementedError
@@ -133,6 +216,29 @@ class Compressor:
 
     def expected_bytes(self, size: int) -> float:
         """About how many bytes `encode` gives for a tensor of `size` elements, headers left out."""
+        raise NotImplementedError
+
+    def positions_sent(self, ops: Ops, frame: Array | None, like: Array, context: Context) -> Array | None:
+        """The elements that `encode` or `summands` has just sent, for memories that treat them apart from the rest.
+
+        Args:
+            frame: what `encode` returned; None after `summands`.
+            like: an array of the tensor's length.
+
+        Returns:
+            int64, distinct; None where every element is sent.
+        """
+        return None
+
+    def exchange(self, ops: Ops, items: Sequence[Item], transport: Transport) -> Exchange[list[Sent] | None]:
+        """The exchange of the tensors of one bucket, for `meets = "own"`: yields requests, receives their results.
+
+        All workers must yield the same kinds and sizes of requests in the same order, whatever their values are; so
+        whether to go on may depend on results only, never on `items`. See `rounds.Marks`.
+
+        Returns:
+            For each item what became of it; None where some worker's values were not finite.
+        """
         raise NotImplementedError
 
     # -- Horovod's Compression interface ----------------------------------------------------------------------------
@@ -177,9 +283,14 @@ def call_spec(part: Compressor | Memory) -> str:
     for item in sorted(fields(part), key=lambda each: bool(each.kw_only)):
         value = getattr(part, item.name)
         if value != item.default:
-            text = call_spec(value) if isinstance(value, Memory) else repr(value)
+            text = call_spec(value) if isinstance(value, Memory) else _literal(value)
             changed.append(f"{item.name}={text}")
     return f"{part.spec_name}({', '.join(changed)})" if changed else part.spec_name
+
+
+def _literal(value: object) -> str:
+    """A value as specs spell it: words without quotes."""
+    return value if isinstance(value, str) and value.isidentifier() else repr(value)
 
 
 @dataclass(frozen=True)
@@ -192,6 +303,8 @@ class LocalContext:
 
 def encode_locally(compressor: Compressor, ops: Ops, tensor: Array) -> tuple[Array, LocalContext]:
     """`compress` without workers: the frame of one tensor, and its context."""
+    if compressor.meets == "own":
+        raise UnsupportedError(f"{compressor} has a meaning between workers only: run it under horovodrun")
     x = ops.copy(ops.flat32(tensor))
     require_finite(ops, x)
     frame, _ = compressor.encode(ops, x, Context())

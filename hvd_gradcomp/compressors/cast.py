@@ -27,7 +27,7 @@ class NoCompression(ValueCode):
     meets: ClassVar[str] = "dense"
     spec_name: ClassVar[str] = "none"
 
-    def bits(self) -> float:
+    def value_bits(self) -> float:
         return 32
 
     def encode_values(self, ops: Ops, values: Array, context: Context) -> tuple[Array, Array]:
@@ -44,7 +44,7 @@ class _Cast(ValueCode):
 
     meets: ClassVar[str] = "sum"
 
-    def bits(self) -> float:
+    def value_bits(self) -> float:
         return 8.0 * FLOAT_BYTES[self.sum_kind]
 
     def encode_values(self, ops: Ops, values: Array, context: Context) -> tuple[Array, Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -20,13 +21,28 @@ SPARSE_FRAME = 1
 
 @dataclass(frozen=True)
 class ValueCode(Compressor):
-    """Base of the codes for values. Alone, a value code compresses every value of the tensor."""
+    """Base of the codes for values. Alone, a value code compresses every value of the tensor.
+
+    A subclass gives `encode_values` and `value_bits`, and, where its bytes are none of this package's formats
+    (`wire.codes`), `decode_values` as well.
+    """
 
     def encode_values(self, ops: Ops, values: Array, context: Context) -> tuple[Array, Array]:
-        """The bytes (uint8) for float32 `values` (count,), and the float32 values (count,) they decode to."""
+        """The bytes (uint8) for float32 `values` (count,), and the float32 values (count,) they decode to.
+
+        `count` may be zero: a sparsifier need not select anything.
+        """
         raise NotImplementedError
 
-    def bits(self) -> float:
+    def decode_values(self, reader: Reader, count: int) -> Array:
+        """The float32 values (count,) behind the bytes that `encode_values` gave, which come next in `reader`.
+
+        Raises:
+            PayloadError: the bytes are not what `encode_values` could have given.
+        """
+        return decode_values(reader, count)
+
+    def value_bits(self) -> float:
         """Bits a value, everything included."""
         raise NotImplementedError
 
@@ -38,10 +54,10 @@ class ValueCode(Compressor):
         )
 
     def decode_add(self, ops: Ops, frames: Reader, out: Array) -> Array:
-        return decode_sparse(ops, frames, out)
+        return decode_sparse(ops, frames, out, self.decode_values)
 
     def expected_bytes(self, size: int) -> float:
-        return self.bits() * size / 8
+        return self.value_bits() * size / 8
 
 
 @dataclass(frozen=True)
@@ -53,8 +69,23 @@ class Sparsifier(Compressor):
         raise NotImplementedError
 
     def kept(self, size: int) -> float:
-        """About how many of `size` values are sent."""
+        """About how many of `size` values are sent; 0 where nobody can know beforehand."""
         raise NotImplementedError
+
+    def scale(self, size: int) -> float:
+        """What the selected of `size` values are multiplied by before they are sent."""
+        return 1.0
+
+    def position_bits(self, size: int) -> float:
+        """About how many bits the position of a sent value costs."""
+        return expected_bits(min(1.0, self.kept(size) / size)) if self.kept(size) else 0.0
+
+    def encode_positions(self, ops: Ops, positions: Array, size: int, like: Array, context: Context) -> Array:
+        """The bytes for what `select` returned."""
+        return encode_positions(ops, positions, size, like)
+
+    def positions_sent(self, ops: Ops, frame: Array | None, like: Array, context: Context) -> Array | None:
+        return None if frame is None else sparse_positions(ops, frame, len(like))
 
     def __rshift__(self, code: object) -> Compressor:
         if isinstance(code, type) and issubclass(code, ValueCode):
@@ -64,20 +95,21 @@ class Sparsifier(Compressor):
         return Chain(self, code)
 
     def encode(self, ops: Ops, x: Array, context: Context) -> tuple[Array, Array]:
-        return encode_sparse(ops, x, self.select(ops, x, context), None, context)
+        return encode_sparse(ops, x, self, None, context)
 
     def decode_add(self, ops: Ops, frames: Reader, out: Array) -> Array:
-        return decode_sparse(ops, frames, out)
+        return decode_sparse(ops, frames, out, decode_values)
 
     def expected_bytes(self, size: int) -> float:
-        return expected_sparse_bytes(self.kept(size), size, 32)
+        return self.kept(size) * (self.position_bits(size) + 32) / 8
 
 
 @dataclass(frozen=True)
 class Chain(Compressor):
     """What `sparsifier >> code` gives: select with one, code the selected values with the other.
 
-    The options (`memory`, `dense_below`) are the sparsifier's; those of the value code are not looked at.
+    The options (`memory`, `dense_below`, `granularity`) are the sparsifier's; those of the value code are not looked
+    at. Payloads add up where those of both parts do: `RandomK(0.01) >> FP16()` is summed in float16.
     """
 
     spec_name: ClassVar[str] = ">>"
@@ -86,49 +118,86 @@ class Chain(Compressor):
     code: ValueCode
     memory: Memory = field(init=False, compare=False)
     dense_below: int = field(init=False, compare=False)
+    granularity: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "memory", self.sparsifier.memory)
-        object.__setattr__(self, "dense_below", self.sparsifier.dense_below)
+        for option in ("memory", "dense_below", "granularity", "draws"):
+            object.__setattr__(self, option, getattr(self.sparsifier, option))
+        # For other compressors these belong to the class; for a chain they depend on its parts.
+        adds = self.sparsifier.meets == "sum" and self.code.meets in ("sum", "dense")
+        object.__setattr__(self, "meets", "sum" if adds else "gather")
+        object.__setattr__(self, "sum_kind", self.code.sum_kind)
+        object.__setattr__(self, "votes", self.code.votes)
         super().__post_init__()
 
+    def at(self, step: int) -> Compressor:
+        return self.sparsifier.at(step) >> self.code
+
     def encode(self, ops: Ops, x: Array, context: Context) -> tuple[Array, Array]:
-        return encode_sparse(ops, x, self.sparsifier.select(ops, x, context), self.code, context)
+        return encode_sparse(ops, x, self.sparsifier, self.code, context)
 
     def decode_add(self, ops: Ops, frames: Reader, out: Array) -> Array:
-        return decode_sparse(ops, frames, out)
+        return decode_sparse(ops, frames, out, self.code.decode_values)
+
+    def summands(self, ops: Ops, x: Array, context: Context) -> tuple[Array, Array]:
+        if self.code.meets == "dense":
+            return self.sparsifier.summands(ops, x, context)
+        positions = self.sparsifier.select(ops, x, context)
+        values = ops.take(x, positions)
+        scaled = values * self.sparsifier.scale(len(x))
+        summands, left = self.code.summands(ops, ops.copy(scaled), context)
+        return summands, ops.put(x, positions, left + (values - scaled))
+
+    def from_sum(self, ops: Ops, total: Array, size: int, context: Context) -> Array:
+        if self.code.meets == "sum":
+            total = self.code.from_sum(ops, total, len(total), context)
+        return self.sparsifier.from_sum(ops, total, size, context)
+
+    def positions_sent(self, ops: Ops, frame: Array | None, like: Array, context: Context) -> Array | None:
+        return self.sparsifier.positions_sent(ops, frame, like, context)
+
+    def combine(self, ops: Ops, total: Array, workers: int) -> Array:
+        return self.code.combine(ops, total, workers)
 
     def expected_bytes(self, size: int) -> float:
-        return expected_sparse_bytes(self.sparsifier.kept(size), size, self.code.bits())
+        return self.sparsifier.kept(size) * (self.sparsifier.position_bits(size) + self.code.value_bits()) / 8
 
     def __str__(self) -> str:
         return f"{self.sparsifier} >> {self.code}"
 
 
 def encode_sparse(
-    ops: Ops, x: Array, positions: Array, code: ValueCode | None, context: Context
+    ops: Ops, x: Array, sparsifier: Sparsifier, code: ValueCode | None, context: Context
 ) -> tuple[Array, Array]:
-    """The frame of the values of `x` at `positions`, and the residual, made in the memory of `x`."""
+    """The frame of the values of `x` that `sparsifier` selects, and the residual, made in the memory of `x`."""
     size = len(x)
+    positions = sparsifier.select(ops, x, context)
     values = ops.take(x, positions)
+    scaled = values * sparsifier.scale(size) if sparsifier.scale(size) != 1 else values
     if code is None:
-        coded, left = encode_floats(ops, values, "float32"), ops.clear(values)
+        coded, decoded = encode_floats(ops, scaled, "float32"), scaled
     else:
-        coded, decoded = code.encode_values(ops, values, context)
-        left = values - decoded
-    frame = write_frame(ops, SPARSE_FRAME, size, len(positions), encode_positions(ops, positions, size, x), coded)
+        coded, decoded = code.encode_values(ops, scaled, context)
+    left = values - decoded
+    written = sparsifier.encode_positions(ops, positions, size, x, context)
+    frame = write_frame(ops, SPARSE_FRAME, size, len(positions), written, coded)
     return frame, ops.put(x, positions, left)
 
 
-def decode_sparse(ops: Ops, frames: Reader, out: Array) -> Array:
-    """Add the values of the next frame onto `out` (float32) at their positions; the reverse of `encode_sparse`."""
+def decode_sparse(ops: Ops, frames: Reader, out: Array, decode: Callable[[Reader, int], Array]) -> Array:
+    """Add the values of the next frame onto `out` (float32) at their positions; the reverse of `encode_sparse`.
+
+    Args:
+        decode: `ValueCode.decode_values` of the code they were written in.
+    """
     body, count = read_frame(frames, SPARSE_FRAME, len(out))
     positions = decode_positions(body, len(out), count)
-    values = decode_values(body, count)
+    values = decode(body, count)
     body.end()
     return ops.accumulate(out, values) if positions is None else ops.put_add(out, positions, values)
 
 
-def expected_sparse_bytes(kept: float, size: int, value_bits: float) -> float:
-    """Bytes of `kept` of `size` values at `value_bits` each, with their positions."""
-    return kept * (expected_bits(min(1.0, kept / size)) + value_bits) / 8 if size else 0.0
+def sparse_positions(ops: Ops, frame: Array, size: int) -> Array | None:
+    """The positions in a frame of this worker's own; None where it holds all `size` elements."""
+    body, count = read_frame(Reader(ops, frame), SPARSE_FRAME, size)
+    return decode_positions(body, size, count)

@@ -4,39 +4,48 @@ from __future__ import annotations
 
 import json
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hvd_gradcomp.errors import ConfigurationError, PayloadError
 from hvd_gradcomp.ops import Array, Ops
 
-_LENGTH = struct.Struct("<I")
+#: bytes of the text, its checksum
+_HEADER = struct.Struct("<II")
+# Travels with the settings but need not be equal.
+_STEP = "step"
 
 
-def settings_message(ops: Ops, settings: Mapping[str, object], like: Array) -> Array:
-    """This worker's settings as uint8, for an allgather."""
-    text = json.dumps(settings, sort_keys=True).encode()
-    return ops.from_host(_LENGTH.pack(len(text)) + text, like)
+def settings_message(ops: Ops, settings: Mapping[str, object], like: Array, step: int = 0) -> Array:
+    """This worker's settings and step as uint8, for an allgather."""
+    text = json.dumps({**settings, _STEP: step}, sort_keys=True).encode()
+    return ops.from_host(_HEADER.pack(len(text), zlib.crc32(text)) + text, like)
 
 
-def compare_settings(ops: Ops, gathered: Array, ranks: Sequence[int], mine: int) -> None:
-    """Check that all workers sent what this one sent.
+def compare_settings(ops: Ops, gathered: Array, ranks: Sequence[int], mine: int) -> int:
+    """Check that all workers sent the settings that this one sent, and find the step from which all go on.
 
     Args:
         gathered: uint8, what an allgather of `settings_message` returned.
         ranks: the workers' ranks, by which messages call them.
         mine: this worker's place among them.
 
+    Returns:
+        The largest step of any worker.
+
     Raises:
         ConfigurationError: some did not; the message names each rank and the settings in which it differs.
         PayloadError: some rank's bytes cannot be read; the message names the first such rank.
     """
     data = ops.to_host(gathered)
-    messages: list[dict[str, object]] = []
+    messages: list[dict[str, Any]] = []
     for rank in ranks:
         message, data = _next_message(data, rank)
         messages.append(message)
     if data:
         raise PayloadError(f"rank {ranks[-1]} sent settings with {len(data)} bytes too many: {_ADVICE}")
+    steps = [int(message.pop(_STEP)) for message in messages]
     own = messages[mine]
     differences = [
         f"rank {rank} has {key} = {theirs.get(key)!r}, rank {ranks[mine]} has {own.get(key)!r}"
@@ -49,19 +58,18 @@ def compare_settings(ops: Ops, gathered: Array, ranks: Sequence[int], mine: int)
             f"workers were given different settings: {'; '.join(differences)}. "
             "Give every worker the same compression, parameters and Horovod options"
         )
+    return max(steps)
 
 
 _ADVICE = "check that all workers run the same version of hvd_gradcomp, then the network and memory of that worker"
 
 
-def _next_message(data: bytes, rank: int) -> tuple[dict[str, object], bytes]:
+def _next_message(data: bytes, rank: int) -> tuple[dict[str, Any], bytes]:
     """The settings of `rank`, with which `data` begins, and the rest."""
-    length = int.from_bytes(data[: _LENGTH.size], "little")
-    text, rest = data[_LENGTH.size : _LENGTH.size + length], data[_LENGTH.size + length :]
-    try:
-        message = json.loads(text)
-    except ValueError:
-        message = None
-    if not isinstance(message, dict) or len(text) != length:
+    head, rest = data[: _HEADER.size], data[_HEADER.size :]
+    length, checksum = _HEADER.unpack(head) if len(head) == _HEADER.size else (1, 0)
+    text, rest = rest[:length], rest[length:]
+    if len(text) != length or zlib.crc32(text) != checksum:
         raise PayloadError(f"rank {rank} sent settings that cannot be read: {_ADVICE}")
+    message: dict[str, Any] = json.loads(text)
     return message, rest

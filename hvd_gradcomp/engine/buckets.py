@@ -11,11 +11,19 @@ BUCKET_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter to exchange: its name, number of elements, and the format ("float32", ...) of its gradient."""
+    """A parameter to exchange.
+
+    Attributes:
+        name: the same on all workers.
+        size: number of elements.
+        kind: the format ("float32", ...) of its gradient.
+        shape: for methods that see it as a matrix; None when unknown.
+    """
 
     name: str
     size: int
     kind: str
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""The path of a gradient: + residual, compress, exchange, decode, average; what was not sent is the new residual.
+"""Steps and buckets: which gradients are exchanged when, under which name, by which method, in what order completed.
 
 One engine serves one optimizer on one worker. A door submits gradients by name as they become ready; a bucket is
 exchanged when all its gradients are there, and `finish` completes the step. Framework arrays pass through as they are.
+What happens to the gradients of one bucket is in `passage`.
 """
 
 from __future__ import annotations
@@ -9,22 +10,22 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-from hvd_gradcomp.collectives import Allgather, Exchange, Request, Transport, add, moves_fewer_bytes
-from hvd_gradcomp.compressors import BF16, FP16, Compressor, Context, NoCompression
+from hvd_gradcomp.collectives import Allgather, Exchange, Request, Transport, moves_fewer_bytes
+from hvd_gradcomp.compressors import BF16, FP16, Compressor, NoCompression
 from hvd_gradcomp.engine.agreement import compare_settings, settings_message
 from hvd_gradcomp.engine.buckets import BUCKET_BYTES, Bucket, Parameter, plan_buckets
-from hvd_gradcomp.errors import ConfigurationError, GradcompError, PayloadError
+from hvd_gradcomp.engine.passage import KIND_BYTES, Passage
+from hvd_gradcomp.engine.units import units_of
+from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.ops import Array, Ops, ops_for
 from hvd_gradcomp.telemetry import BucketCounters, Counters
-from hvd_gradcomp.wire.frame import frame_kept
-from hvd_gradcomp.wire.payload import split_payloads, write_payload
 
 # What a dense exchange of gradients in a 16-bit format sends; others go as float32.
 _DENSE: dict[str, Compressor] = {"float16": FP16(), "bfloat16": BF16()}
 _UNCHANGED = NoCompression()
-_DENSE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass
@@ -46,14 +47,15 @@ class Engine:
         transport: among whom.
         average: divide the sum by the number of workers.
         options: further settings that must agree between workers, for the error when they do not.
-        bucket_bytes: see `plan_buckets`.
+        bucket_bytes: see `plan_buckets`; with granularity "model" there is one bucket, whatever this and `groups` say.
         groups: see `plan_buckets`.
         scope: precedes the names of collectives, to tell apart engines whose parameters have equal names.
         settings_name: the collective in which workers compare their settings; by default one of its own. It has to be
             the same on workers whose parameters or settings differ, or they would wait for each other.
 
     Attributes:
-        residuals: parameter name -> float32 (n,): what this worker has not sent yet.
+        state: parameter name -> part -> what this worker keeps between steps: the parts of the memory, float32 (n,)
+            each, of which "residual" is what has not been sent yet, and what a method keeps for its own exchange.
         counters: what was sent, for each bucket.
     """
 
@@ -76,11 +78,15 @@ class Engine:
         self.average = average
         self.options = dict(options or {})
         self.scope = scope
-        self.residuals: dict[str, Array] = {}
+        self.state: dict[str, dict[str, Array]] = {}
         self.counters = Counters()
+        if compressor.granularity == "model":
+            bucket_bytes, groups = sum(KIND_BYTES["float32"] * each.size for each in self.parameters), None
         self.buckets = plan_buckets(self.parameters, bucket_bytes, groups)
         self._bucket_of = {parameter.name: bucket for bucket in self.buckets for parameter in bucket.parameters}
+        # Bucket index -> exchanges begun; and how many had been when the state was saved that this engine began with.
         self._steps: dict[int, int] = {}
+        self._resumed = 0
         self._gathering: dict[int, dict[str, Array | None]] = {}
         self._in_flight: list[_InFlight] = []
         # Grouping does not change it: workers whose buckets differ must meet there to find that out.
@@ -88,6 +94,28 @@ class Engine:
         self._settings_name = f"{scope}{settings_name or own_name}"
         self._agreed_workers = 0
         self._agreement: tuple[Any, Ops] | None = None
+
+    @property
+    def residuals(self) -> Mapping[str, Array]:
+        """Parameter name -> float32 (n,): what this worker has not sent yet. To read; `load_state` changes it."""
+        found = {name: parts["residual"] for name, parts in self.state.items() if "residual" in parts}
+        return MappingProxyType(found)
+
+    @property
+    def step(self) -> int:
+        """How many exchanges there have been, the same on all workers; schedules and shared draws follow it."""
+        return max(self._steps.values(), default=self._resumed)
+
+    def load_state(self, state: Mapping[str, Mapping[str, Array]], step: int = 0) -> None:
+        """Replace all that this worker keeps, between two steps and on every worker.
+
+        Args:
+            state: as `state`; the arrays are the engine's from now on.
+            step: the step that was saved with it, the same on all workers.
+        """
+        self.state = {name: dict(parts) for name, parts in state.items()}
+        self._resumed = step
+        self._steps.clear()
 
     def submit(self, name: str, gradient: Array | None) -> None:
         """Hand in the gradient of parameter `name`; the last one of a bucket starts its exchange.
@@ -115,7 +143,7 @@ class Engine:
 
         Returns:
             For each parameter handed in: the average (or sum) of what the workers sent, float32, flat; NaN throughout
-            where some worker's gradient was not finite, in which case no residual changes.
+            where some worker's gradient was not finite, in which case no state changes.
 
         Raises:
             ConfigurationError: workers were given different settings, or not all gradients of a bucket are here.
@@ -186,18 +214,30 @@ class Engine:
         counters = self.counters.bucket(bucket.name)
         counters.exchanges += 1
         counters.elements += sum(parameter.size for parameter in parameters)
-        counters.dense_bytes += sum(_DENSE_BYTES[parameter.kind] * parameter.size for parameter in parameters)
-        step = self._steps[bucket.index] = self._steps.get(bucket.index, -1) + 1
-        method = self._method(parameters, counters)
-        flight = _Tensors(self, method, parameters, gradients, counters, step)
-        return (yield from (flight.gathered() if method.meets == "gather" else flight.summed()))
+        counters.dense_bytes += sum(KIND_BYTES[parameter.kind] * parameter.size for parameter in parameters)
+        step = self._next_step(bucket)
+        method = self._method(parameters, counters, step)
+        passage = Passage(self, method, parameters, gradients, counters, step)
+        return (yield from passage.exchange())
 
-    def _method(self, parameters: Sequence[Parameter], counters: BucketCounters) -> Compressor:
+    def _next_step(self, bucket: Bucket) -> int:
+        if self._agreement is not None:
+            # Workers that joined just now have other counts than the rest: until they agree, all take this one.
+            return self._resumed
+        step = self._steps.get(bucket.index, self._resumed)
+        self._steps[bucket.index] = step + 1
+        return step
+
+    def _method(self, parameters: Sequence[Parameter], counters: BucketCounters, step: int) -> Compressor:
         """The compressor, or a dense exchange where that moves fewer bytes at this worker count."""
-        payload = sum(self.compressor.expected_bytes(parameter.size) for parameter in parameters)
-        dense = sum(_DENSE_BYTES[parameter.kind] * parameter.size for parameter in parameters)
-        if self.compressor.meets != "gather" or moves_fewer_bytes(payload, dense, self.transport.workers):
-            return self.compressor
+        compressor = self.compressor.at(step)
+        if compressor.meets != "gather" or compressor.votes:
+            return compressor
+        units = units_of(parameters, compressor.granularity)
+        payload = sum(compressor.expected_bytes(unit.size) for unit in units)
+        dense = sum(KIND_BYTES[parameter.kind] * parameter.size for parameter in parameters)
+        if moves_fewer_bytes(payload, dense, self.transport.workers):
+            return compressor
         counters.fallbacks += 1
         kinds = {parameter.kind for parameter in parameters}
         return _DENSE.get(kinds.pop(), _UNCHANGED) if len(kinds) == 1 else _UNCHANGED
@@ -225,7 +265,7 @@ class Engine:
             "buckets": zlib.crc32(repr(self.buckets).encode()),
             **self.options,
         }
-        request = Allgather(settings_message(ops, settings, like))
+        request = Allgather(settings_message(ops, settings, like, self.step))
         self._agreement = (self.transport.start(request, self._settings_name), ops)
 
     def conclude_agreement(self) -> None:
@@ -237,134 +277,6 @@ class Engine:
         if self._agreement is None:
             return
         (handle, ops), self._agreement = self._agreement, None
-        compare_settings(ops, self.transport.wait(handle), self.transport.ranks, self.transport.rank)
+        step = compare_settings(ops, self.transport.wait(handle), self.transport.ranks, self.transport.rank)
+        self._steps = {bucket.index: step + 1 for bucket in self.buckets}
         self._agreed_workers = self.transport.workers
-
-
-class _Tensors:
-    """The tensors of one bucket on their way through one exchange."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        method: Compressor,
-        parameters: Sequence[Parameter],
-        gradients: Mapping[str, Array],
-        counters: BucketCounters,
-        step: int,
-    ) -> None:
-        self.engine = engine
-        self.method = method
-        self.parameters = parameters
-        self.counters = counters
-        self.step = step
-        self.ops = ops_for(gradients[parameters[0].name])
-        with counters.timed("compress"):
-            self.corrected = {each.name: self._corrected(each.name, gradients[each.name]) for each in parameters}
-
-    def _corrected(self, name: str, gradient: Array) -> Array:
-        memory = self.engine.compressor.memory
-        return memory.correct(self.ops, self.ops.flat32(gradient), self.engine.residuals.get(name))
-
-    def _context(self, name: str) -> Context:
-        transport = self.engine.transport
-        return Context(transport.rank, transport.workers, name, self.step)
-
-    def gathered(self) -> Exchange[dict[str, Array]]:
-        """Every worker's payload goes to every worker, and is decoded there in rank order."""
-        ops, method, engine = self.ops, self.method, self.engine
-        fingerprint = engine.fingerprint(self.parameters)
-        with self.counters.timed("compress"):
-            like = self.corrected[self.parameters[0].name]
-            residuals: dict[str, Array | None] = {}
-            frames = []
-            finite = all(ops.all_finite(x) for x in self.corrected.values())
-            if finite:
-                for name, x in self.corrected.items():
-                    frame, residuals[name] = method.encode(ops, x, self._context(name))
-                    frames.append(frame)
-                    self.counters.kept += frame_kept(ops, frame)
-            payload = write_payload(ops, frames, fingerprint, like, non_finite=not finite)
-            self.corrected.clear()
-        self.counters.sent_bytes += len(payload)
-        gathered = yield Allgather(payload)
-        self.counters.received_bytes += len(gathered) - len(payload)
-        with self.counters.timed("decompress"):
-            received = split_payloads(ops, gathered, engine.transport.ranks, fingerprint)
-            if any(each.non_finite for each in received):
-                return self._not_finite(like)
-            results = {}
-            for parameter in self.parameters:
-                out = self._blank(parameter, like)
-                for each in received:
-                    out = self._decode_add(each.rank, each.frames, out)
-                results[parameter.name] = self._scaled(out)
-            for each in received:
-                if each.frames.left:
-                    raise PayloadError(f"rank {each.rank} sent {each.frames.left} bytes more than its frames need")
-            self._keep(residuals)
-        return results
-
-    def summed(self) -> Exchange[dict[str, Array]]:
-        """The workers' vectors are added on the way."""
-        ops, method = self.ops, self.method
-        with self.counters.timed("compress"):
-            residuals: dict[str, Array | None] = {}
-            vectors = []
-            finite = all(ops.all_finite(x) for x in self.corrected.values())
-            for name, x in self.corrected.items():
-                vector, residuals[name] = self._summands(x, self._context(name))
-                # One NaN is enough to tell everybody, and limits of a format must not hide an infinity.
-                vectors.append(vector if finite else vector + float("nan"))
-            lengths = [len(vector) for vector in vectors]
-            joined = vectors[0] if len(vectors) == 1 else ops.concat(vectors)
-            kind = "float32" if method.meets == "dense" else method.sum_kind
-            self.corrected.clear()
-        self.counters.sent_bytes += _DENSE_BYTES[kind] * len(joined)
-        self.counters.received_bytes += _DENSE_BYTES[kind] * len(joined)
-        self.counters.kept += len(joined)
-        total = yield from add(ops, joined, kind, self.engine.transport)
-        with self.counters.timed("decompress"):
-            if not ops.all_finite(total):
-                return self._not_finite(total)
-            results = {}
-            start = 0
-            for parameter, length in zip(self.parameters, lengths, strict=True):
-                part = total[start : start + length]
-                start += length
-                if method.meets == "sum":
-                    part = method.from_sum(ops, part, parameter.size, self._context(parameter.name))
-                results[parameter.name] = self._scaled(ops.copy(part))
-            self._keep(residuals)
-        return results
-
-    def _summands(self, x: Array, context: Context) -> tuple[Array, Array | None]:
-        if self.method.meets == "dense":
-            return x, None
-        return self.method.summands(self.ops, x, context)
-
-    def _decode_add(self, rank: int, frames: Any, out: Array) -> Array:
-        try:
-            return self.method.decode_add(self.ops, frames, out)
-        except GradcompError as error:
-            raise type(error)(f"rank {rank} sent a frame that cannot be decoded: {error}") from None
-
-    def _scaled(self, total: Array) -> Array:
-        return self.ops.divide(total, self.engine.transport.workers) if self.engine.average else total
-
-    def _blank(self, parameter: Parameter, like: Array) -> Array:
-        """Zeros to decode into: the old residual's memory, which the new one does not use."""
-        old = self.engine.residuals.pop(parameter.name, None)
-        return self.ops.zeros(parameter.size, "float32", like) if old is None else self.ops.clear(old)
-
-    def _keep(self, residuals: Mapping[str, Array | None]) -> None:
-        for name, residual in residuals.items():
-            self.engine.residuals.pop(name, None)
-            if residual is not None and self.engine.compressor.memory.keeps:
-                self.engine.residuals[name] = residual
-
-    def _not_finite(self, like: Array) -> dict[str, Array]:
-        """NaN for every value, so that loss scaling sees the step and skips it; all residuals stay as they were."""
-        self.counters.non_finite += 1
-        nan = float("nan")
-        return {each.name: self.ops.zeros(each.size, "float32", like) + nan for each in self.parameters}

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from hvd_gradcomp.ops import philox
+
 # An array of any backend. The backends share no base class that a type checker could name.
 Array = Any
 
@@ -47,7 +49,10 @@ class Ops(ABC):
 
     @abstractmethod
     def from_bytes(self, data: Array, dtype: str) -> Array:
-        """The reverse of `bytes_of`; `len(data)` must be a multiple of the item size. May share memory with `data`."""
+        """The reverse of `bytes_of`, for "int32" too; `len(data)` must be a multiple of the item size.
+
+        May share memory with `data`.
+        """
 
     @abstractmethod
     def pack_float(self, x: Array, kind: str) -> Array:
@@ -84,6 +89,10 @@ class Ops(ABC):
         """`x` with `x[positions] += values`; may change `x` in place. Positions must be distinct."""
 
     @abstractmethod
+    def scatter_add(self, x: Array, positions: Array, values: Array) -> Array:
+        """`x` with each of `values` added at its position, in any order; positions may repeat. May change `x`."""
+
+    @abstractmethod
     def accumulate(self, x: Array, y: Array) -> Array:
         """`x + y`; may change `x` in place."""
 
@@ -98,6 +107,10 @@ class Ops(ABC):
     @abstractmethod
     def concat(self, parts: Sequence[Array]) -> Array:
         """The parts one after another; at least one part, all of one dtype."""
+
+    @abstractmethod
+    def interleave(self, parts: Sequence[Array]) -> Array:
+        """The first element of every part, then the second of every part, and so on; parts of one length and dtype."""
 
     @abstractmethod
     def copy(self, x: Array) -> Array:
@@ -118,12 +131,24 @@ class Ops(ABC):
         """float32 values rounded to the nearest integer, halves to even."""
 
     @abstractmethod
+    def floor(self, x: Array) -> Array:
+        """float32 values rounded down to an integer."""
+
+    @abstractmethod
+    def sqrt(self, x: Array) -> Array:
+        """The square roots of float32 values >= 0, correctly rounded."""
+
+    @abstractmethod
     def clip(self, x: Array, low: float, high: float) -> Array:
         """Values limited to [low, high]."""
 
     @abstractmethod
     def kth_largest(self, x: Array, k: int) -> float:
         """The k-th largest value (k = 1 is the maximum), 1 <= k <= len(x)."""
+
+    @abstractmethod
+    def search_sorted(self, bounds: Array, x: Array) -> Array:
+        """For each of float32 `x`, how many of the ascending float32 `bounds` are smaller; int64."""
 
     @abstractmethod
     def row_max(self, x: Array, columns: int) -> Array:
@@ -142,6 +167,27 @@ class Ops(ABC):
         """The sum of int64 (or bool) values as a Python int."""
 
     @abstractmethod
+    def matmul(
+        self,
+        x: Array,
+        y: Array,
+        rows: int,
+        inner: int,
+        columns: int,
+        *,
+        x_transposed: bool = False,
+        y_transposed: bool = False,
+    ) -> Array:
+        """The product of two float32 matrices, each given row by row: (rows, inner) times (inner, columns).
+
+        A transposed one is given as (inner, rows) or (columns, inner). Sums may be made in any order, so backends
+        differ by rounding; the same backend on the same kind of machine gives the same bits.
+
+        Returns:
+            float32, shape (rows * columns,), row by row.
+        """
+
+    @abstractmethod
     def all_finite(self, x: Array) -> bool:
         """Whether no value is NaN or infinite."""
 
@@ -149,11 +195,15 @@ class Ops(ABC):
 
     @abstractmethod
     def shift_right(self, x: Array, bits: int) -> Array:
-        """int64 values >= 0 divided by 2**bits, rounding down."""
+        """int64 values divided by 2**bits, rounding down: the sign bit comes in from the left."""
 
     @abstractmethod
     def bit_and(self, x: Array, mask: int) -> Array:
         """int64 values with all bits outside `mask` cleared."""
+
+    @abstractmethod
+    def bit_xor(self, x: Array, y: Array | int) -> Array:
+        """int64 values with the bits of `y` flipped. (int64 sums and products wrap around in two's complement.)"""
 
     @abstractmethod
     def pack_bits(self, bits: Array) -> Array:
@@ -186,6 +236,22 @@ class Ops(ABC):
         if not missing:
             return data
         return self.concat([data, self.zeros(missing, self.dtype_of(data), data)])
+
+    def row_sum(self, x: Array, columns: int) -> Array:
+        """The sums of the rows of float32 `x` seen as a matrix of `columns`, a power of two; the last may be short.
+
+        Neighbours are added in pairs, then the sums of neighbouring pairs, and so on: this order is the same on every
+        backend, where a framework's own sum is free to choose, and its error grows with log2(columns) only. The caller
+        keeps subnormal numbers out, which some backends round to zero.
+        """
+        for _ in range(columns.bit_length() - 1):
+            x = self.pad(x, 2)
+            x = x[0::2] + x[1::2]
+        return x
+
+    def uniform(self, count: int, key: int, like: Array) -> Array:
+        """`count` float32 draws from [0, 1), multiples of 2**-24; see `philox.uniform`."""
+        return philox.uniform(self, count, key, like)
 
     @abstractmethod
     def dtype_of(self, x: Array) -> str:

@@ -72,6 +72,10 @@ class NumpyOps(Ops):
             x[positions] += values
         return x
 
+    def scatter_add(self, x: Array, positions: Array, values: Array) -> Array:
+        np.add.at(x, positions, values)
+        return x
+
     def accumulate(self, x: Array, y: Array) -> Array:
         # Gradients of 1e38 may overflow here: the engine looks for infinities afterwards.
         with np.errstate(over="ignore", invalid="ignore"):
@@ -89,6 +93,9 @@ class NumpyOps(Ops):
     def concat(self, parts: Sequence[Array]) -> Array:
         return np.concatenate(parts)
 
+    def interleave(self, parts: Sequence[Array]) -> Array:
+        return np.stack(parts, axis=1).reshape(-1)
+
     def copy(self, x: Array) -> Array:
         return x.copy()
 
@@ -101,11 +108,20 @@ class NumpyOps(Ops):
     def round(self, x: Array) -> Array:
         return np.rint(x)
 
+    def floor(self, x: Array) -> Array:
+        return np.floor(x)
+
+    def sqrt(self, x: Array) -> Array:
+        return np.sqrt(x)
+
     def clip(self, x: Array, low: float, high: float) -> Array:
         return np.clip(x, low, high)
 
     def kth_largest(self, x: Array, k: int) -> float:
         return float(np.partition(x, len(x) - k)[len(x) - k])
+
+    def search_sorted(self, bounds: Array, x: Array) -> Array:
+        return np.searchsorted(bounds, x, side="left").astype(np.int64, copy=False)
 
     def row_max(self, x: Array, columns: int) -> Array:
         return x.reshape(-1, columns).max(axis=1)
@@ -119,6 +135,23 @@ class NumpyOps(Ops):
     def total(self, x: Array) -> int:
         return int(x.sum(dtype=np.int64))
 
+    def matmul(
+        self,
+        x: Array,
+        y: Array,
+        rows: int,
+        inner: int,
+        columns: int,
+        *,
+        x_transposed: bool = False,
+        y_transposed: bool = False,
+    ) -> Array:
+        left = x.reshape(inner, rows).T if x_transposed else x.reshape(rows, inner)
+        right = y.reshape(columns, inner).T if y_transposed else y.reshape(inner, columns)
+        # Values that are not finite, or too large to multiply, are found afterwards.
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.ascontiguousarray(left @ right).reshape(-1)
+
     def all_finite(self, x: Array) -> bool:
         return bool(np.isfinite(x).all())
 
@@ -127,6 +160,9 @@ class NumpyOps(Ops):
 
     def bit_and(self, x: Array, mask: int) -> Array:
         return x & mask
+
+    def bit_xor(self, x: Array, y: Array | int) -> Array:
+        return x ^ y
 
     def pack_bits(self, bits: Array) -> Array:
         return np.packbits(bits, bitorder="little")

@@ -17,6 +17,8 @@ _DTYPES = {
     "int8": torch.int8,
     "uint8": torch.uint8,
 }
+# Integers whose bits are laid out at once, as 8 bytes each: many enough for a GPU, few enough to cost no memory.
+_CHUNK = 1 << 18
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -71,17 +73,24 @@ class TorchOps(Ops):
     def put_add(self, x: Array, positions: Array, values: Array) -> Array:
         return x.index_add_(0, positions, values)
 
+    def scatter_add(self, x: Array, positions: Array, values: Array) -> Array:
+        return x.index_add_(0, positions, values)
+
     def accumulate(self, x: Array, y: Array) -> Array:
         return x.add_(y)
 
     def divide(self, x: Array, divisor: int) -> Array:
-        return x.div_(divisor)
+        # By a tensor: for a plain number a GPU would multiply by its reciprocal, and round differently.
+        return x.div_(x.new_full((), divisor))
 
     def clear(self, x: Array) -> Array:
         return x.zero_()
 
     def concat(self, parts: Sequence[Array]) -> Array:
         return torch.cat(list(parts))
+
+    def interleave(self, parts: Sequence[Array]) -> Array:
+        return torch.stack(list(parts), dim=1).reshape(-1)
 
     def copy(self, x: Array) -> Array:
         return x.clone()
@@ -95,11 +104,21 @@ class TorchOps(Ops):
     def round(self, x: Array) -> Array:
         return x.round()
 
+    def floor(self, x: Array) -> Array:
+        return x.floor()
+
+    def sqrt(self, x: Array) -> Array:
+        # In double precision first: a GPU's float32 root may be off in the last bit, and this rounds to the right one.
+        return x.to(torch.float64).sqrt().to(torch.float32)
+
     def clip(self, x: Array, low: float, high: float) -> Array:
         return x.clamp(low, high)
 
     def kth_largest(self, x: Array, k: int) -> float:
         return float(torch.topk(x, k, sorted=False).values.min())
+
+    def search_sorted(self, bounds: Array, x: Array) -> Array:
+        return torch.searchsorted(bounds, x)
 
     def row_max(self, x: Array, columns: int) -> Array:
         return x.reshape(-1, columns).amax(dim=1)
@@ -113,6 +132,21 @@ class TorchOps(Ops):
     def total(self, x: Array) -> int:
         return int(x.sum())
 
+    def matmul(
+        self,
+        x: Array,
+        y: Array,
+        rows: int,
+        inner: int,
+        columns: int,
+        *,
+        x_transposed: bool = False,
+        y_transposed: bool = False,
+    ) -> Array:
+        left = x.reshape(inner, rows).t() if x_transposed else x.reshape(rows, inner)
+        right = y.reshape(columns, inner).t() if y_transposed else y.reshape(inner, columns)
+        return (left @ right).reshape(-1)
+
     def all_finite(self, x: Array) -> bool:
         # One pass and no temporary: the extremes are NaN or infinite exactly if some value is.
         return not len(x) or all(bool(extreme.isfinite()) for extreme in x.aminmax())
@@ -122,6 +156,9 @@ class TorchOps(Ops):
 
     def bit_and(self, x: Array, mask: int) -> Array:
         return x & mask
+
+    def bit_xor(self, x: Array, y: Array | int) -> Array:
+        return x ^ y
 
     def pack_bits(self, bits: Array) -> Array:
         octets = self.pad(bits, 8).view(-1, 8)
@@ -133,16 +170,25 @@ class TorchOps(Ops):
         return ((data.unsqueeze(1) >> shifts) & 1).reshape(-1)[:count]
 
     def pack_uint(self, x: Array, width: int) -> Array:
-        if width == 0:
+        if width == 0 or not len(x):
             return self.zeros(0, "uint8", x)
         shifts = torch.arange(width, dtype=torch.int64, device=x.device)
-        return self.pack_bits(((x.unsqueeze(1) >> shifts) & 1).to(torch.uint8).reshape(-1))
+        return torch.cat(
+            [
+                self.pack_bits(((part.unsqueeze(1) >> shifts) & 1).to(torch.uint8).reshape(-1))
+                for part in x.split(_CHUNK)
+            ]
+        )
 
     def unpack_uint(self, data: Array, width: int, count: int) -> Array:
-        if width == 0:
+        if width == 0 or not count:
             return self.zeros(count, "int64", data)
-        bits = self.unpack_bits(data, count * width).view(count, width).to(torch.int64)
-        return (bits << torch.arange(width, dtype=torch.int64, device=data.device)).sum(dim=1)
+        shifts = torch.arange(width, dtype=torch.int64, device=data.device)
+        values = torch.empty(count, dtype=torch.int64, device=data.device)
+        for part, octets in zip(values.split(_CHUNK), data.split(_CHUNK // 8 * width), strict=False):
+            bits = self.unpack_bits(octets, len(part) * width).view(len(part), width).to(torch.int64)
+            torch.sum(bits << shifts, dim=1, out=part)
+        return values
 
     def checksum(self, data: Array) -> int:
         words = self.from_bytes(data, "int32").to(torch.int64)

@@ -93,7 +93,7 @@ class Tokens:
         if isinstance(ctx, _Whole):
             return token.to(ctx.dtype)
         ranks, factor = _read(token.detach().cpu(), compressor)
-        total = _sum(compressor, ctx.tensor, ranks)
+        total = _sum(compressor, ctx.tensor, tuple(ctx.shape), ranks)
         return (total * factor).view(ctx.shape).to(ctx.dtype)
 
 
@@ -136,9 +136,9 @@ def _refuse(marks: torch.Tensor) -> None:
         )
 
 
-def _sum(compressor: Compressor, x: torch.Tensor, ranks: list[int]) -> torch.Tensor:
+def _sum(compressor: Compressor, x: torch.Tensor, shape: tuple[int, ...], ranks: list[int]) -> torch.Tensor:
     """The sum over `ranks` of the workers' compressed `x`; without error feedback, since there is no next step."""
-    parameter = Parameter("hvd_gradcomp.allreduce", len(x), "float32")
+    parameter = Parameter("hvd_gradcomp.allreduce", len(x), "float32", shape)
     engine = Engine(compressor, [parameter], HorovodTransport(_process_set(ranks)), average=False)
     engine.submit(parameter.name, x)
     total: torch.Tensor = engine.finish()[parameter.name]

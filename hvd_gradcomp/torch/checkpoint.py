@@ -19,9 +19,11 @@ from hvd_gradcomp.torch.transport import wait
 
 
 def residual_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """The workers' mean residual by parameter name, to save beside `optimizer.state_dict()`.
+    """What the workers keep, by parameter name as their mean, to save beside `optimizer.state_dict()`.
 
-    A collective call: every worker of the optimizer's process set must make it; each gets the same tensors, on the CPU.
+    That is the residual and whatever else the memory keeps (velocities), what a method keeps besides (the factors of
+    PowerSGD), and the step that schedules go by. A collective call: every worker of the optimizer's process set must
+    make it; each gets the same tensors, on the CPU.
     With averaged gradients the mean says all that is still owed to the parameters; for op=Sum it does so as long as
     the number of workers stays the same.
 
@@ -31,21 +33,30 @@ def residual_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     exchange = exchange_of(optimizer)
     require_members(optimizer)
     process_set = exchange.optimizer.process_set
+    engine = exchange.engine
     handles = []
+    shared = {}
+    parts = exchange.compressor.memory.parts
     for p in exchange.compressed_parameters():
         name = exchange.names[p]
-        own = exchange.engine.residuals.get(name)
-        total = torch.zeros(p.numel(), device=p.device) if own is None else own.clone()
-        handle = mpi_ops.allreduce_async_(
-            total, name=f"{exchange.scope}{name}.residual", op=mpi_ops.Sum, process_set=process_set
-        )
-        handles.append((name, handle))
-    totals = {name: wait(handle).cpu() for name, handle in handles}
-    return mean_residuals(backend("torch"), totals, process_set.size())
+        own = engine.state.get(name, {})
+        for part in parts:
+            total = own[part].clone() if part in own else torch.zeros(p.numel(), device=p.device)
+            handle = mpi_ops.allreduce_async_(
+                total, name=f"{exchange.scope}{name}.{part}", op=mpi_ops.Sum, process_set=process_set
+            )
+            handles.append((name, part, handle))
+        others = {part: value.cpu() for part, value in own.items() if part not in parts}
+        if others:
+            shared[name] = others
+    totals: dict[str, dict[str, torch.Tensor]] = {}
+    for name, part, handle in handles:
+        totals.setdefault(name, {})[part] = wait(handle).cpu()
+    return mean_residuals(backend("torch"), totals, process_set.size(), shared=shared, step=engine.step)
 
 
 def load_residual_state_dict(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    """Give this worker the mean residual saved by `residual_state_dict`, whatever the number of workers is now.
+    """Give this worker what was saved by `residual_state_dict`, whatever the number of workers is now.
 
     Every worker must load it: where rank 0 alone reads the checkpoint, pass on `hvd.broadcast_object(state)`.
 
@@ -62,10 +73,14 @@ def load_residual_state_dict(optimizer: torch.optim.Optimizer, state: Any) -> No
             "the checkpoint holds no residuals: training starts again without what had not been sent when it was saved",
             stacklevel=2,
         )
-        exchange.load_residuals({})
+        exchange.load_state({}, 0)
         return
     parameters = {exchange.names[p]: p for p in exchange.compressed_parameters()}
-    found = residuals_from(state, {name: p.numel() for name, p in parameters.items()})
-    exchange.load_residuals(
-        {name: value.to(parameters[name].device, torch.float32, copy=True) for name, value in found.items()}
+    found, step = residuals_from(state, {name: p.numel() for name, p in parameters.items()})
+    exchange.load_state(
+        {
+            name: {part: value.to(parameters[name].device, torch.float32, copy=True) for part, value in parts.items()}
+            for name, parts in found.items()
+        },
+        step,
     )

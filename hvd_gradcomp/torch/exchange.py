@@ -60,7 +60,7 @@ class GradientExchange:
         self._sparse: dict[str, int] = {}
         self._layouts_are_known = False
         # Residuals of parameters that are frozen, while a step goes by without them.
-        self._set_aside: dict[str, torch.Tensor] = {}
+        self._set_aside: dict[str, dict[str, torch.Tensor]] = {}
         optimizer.register_load_state_dict_post_hook(lambda _: self._state_loaded())
 
     @property
@@ -139,10 +139,10 @@ class GradientExchange:
             self._sparse = {name: dims for name, (_, dims) in found.items() if dims}
         self._layouts_are_known = True
 
-    def load_residuals(self, residuals: dict[str, torch.Tensor]) -> None:
-        """Replace all residuals of this worker."""
+    def load_state(self, state: dict[str, dict[str, torch.Tensor]], step: int) -> None:
+        """Replace all that this worker keeps; see `Engine.load_state`."""
         self._warn_about_residuals = False
-        self.engine.residuals = residuals
+        self.engine.load_state(state, step)
 
     # -- making the engine --------------------------------------------------------------------------------------------
 
@@ -158,14 +158,12 @@ class GradientExchange:
         return min(self.names.values(), default="")
 
     def _is_compressed(self, p: torch.Tensor) -> bool:
-        return (
-            self.compressor.meets != "dense" and p.numel() >= max(self.compressor.dense_below, 1) and p.dtype in _KINDS
-        )
+        return self.compressor.takes(p.numel()) and p.dtype in _KINDS
 
     def _make_engine(self) -> Engine:
         optimizer = self.optimizer
         compressed = self.compressed_parameters()
-        parameters = [Parameter(self.names[p], p.numel(), _KINDS[p.dtype]) for p in compressed]
+        parameters = [Parameter(self.names[p], p.numel(), _KINDS[p.dtype], tuple(p.shape)) for p in compressed]
         options = {
             "dense_below": self.compressor.dense_below,
             "sparse_as_dense": bool(optimizer.sparse_as_dense),
@@ -207,10 +205,9 @@ class GradientExchange:
             p.grad = p.grad.to_dense()
 
     def _frozen(self, p: torch.Tensor, name: str) -> torch.Tensor:
-        """What a parameter that was frozen after the start sends: nothing, and its residual waits for its return."""
-        residual = self.engine.residuals.pop(name, None)
-        if residual is not None:
-            self._set_aside[name] = residual
+        """What a parameter that was frozen after the start sends: nothing, and its memory waits for its return."""
+        parts = self.engine.state.get(name, {})
+        self._set_aside[name] = {part: parts.pop(part) for part in self.compressor.memory.parts if part in parts}
         return torch.zeros_like(p.grad)
 
     def _submit_sparse(self, p: torch.Tensor, name: str) -> Handle:
@@ -278,7 +275,8 @@ class GradientExchange:
         return gradient.copy_(shaped)
 
     def _end_step(self) -> None:
-        self.engine.residuals.update(self._set_aside)
+        for name, parts in self._set_aside.items():
+            self.engine.state.setdefault(name, {}).update(parts)
         self._set_aside.clear()
         self._uncompressed.clear()
 
@@ -291,7 +289,7 @@ class GradientExchange:
                 self._engine.abandon()
                 self._end_step()
         self._results.clear()
-        if self.compressor.memory.keeps and self.compressed_parameters() and not self.engine.residuals:
+        if self.compressor.memory.keeps and self.compressed_parameters() and not self.engine.state:
             self._warn_about_residuals = True
 
 

@@ -48,7 +48,8 @@ class HorovodTransport:
             return lambda: wait(handle)
         if isinstance(request, Allreduce):
             values = request.values.to(_ADDS[request.kind])
-            handle = mpi_ops.allreduce_async_(values, name=name, op=mpi_ops.Sum, process_set=self.process_set)
+            op = mpi_ops.Max if request.op == "max" else mpi_ops.Sum
+            handle = mpi_ops.allreduce_async_(values, name=name, op=op, process_set=self.process_set)
             return lambda: wait(handle).to(torch.float32)
         splits = torch.tensor(request.splits, dtype=torch.int32)
         handle = mpi_ops.alltoall_async(request.payload, splits=splits, name=name, process_set=self.process_set)

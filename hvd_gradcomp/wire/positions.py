@@ -4,10 +4,11 @@
     1 RICE     gaps between positions: the low `rice_bits` bits of all gaps, packed, then the rest of each in unary
     2 BITMAP   one bit an element
     3 RAW      32 bits a position
+    4 DRAWN    a 64-bit key from which every worker draws the same positions
 
-The smallest is chosen. Positions of a top-k are nearly random, so gaps are nearly geometric, and for those a Rice code
-is within about 1 % of the entropy (8.1 bits at 1 % kept). Low bits and unary parts are kept in two streams instead of
-interleaved, so that both can be read with array operations.
+DRAWN is for positions that were drawn; of the others the smallest is chosen. Positions of a top-k are nearly random, so
+gaps are nearly geometric, and for those a Rice code is within about 1 % of the entropy (8.1 bits at 1 % kept). Low bits
+and unary parts are kept in two streams instead of interleaved, so that both can be read with array operations.
 Source: R. F. Rice, "Some practical universal noiseless coding techniques", JPL 79-22, 1979.
 """
 
@@ -18,11 +19,13 @@ import struct
 
 from hvd_gradcomp.errors import PayloadError, UnsupportedError
 from hvd_gradcomp.ops import Array, Ops
+from hvd_gradcomp.ops.hashing import draw_positions
 from hvd_gradcomp.wire.parts import Reader, write
 
-ALL, RICE, BITMAP, RAW = range(4)
+ALL, RICE, BITMAP, RAW, DRAWN = range(5)
 #: code, Rice bits, 2 unused bytes, bytes of the unary stream
 HEADER = struct.Struct("<BB2xI")
+_KEY = struct.Struct("<Q")
 _MAX_SIZE = 2**31 - 1
 
 
@@ -37,8 +40,7 @@ def encode_positions(ops: Ops, positions: Array | None, size: int, like: Array) 
     Raises:
         UnsupportedError: `size` does not fit the format.
     """
-    if size > _MAX_SIZE:
-        raise UnsupportedError(f"a tensor of {size} elements is too large, at most {_MAX_SIZE} fit: split it")
+    _require_fit(size)
     if positions is None or len(positions) == size:
         return write(ops, like, HEADER.pack(ALL, 0, 0))
     count = len(positions)
@@ -58,8 +60,16 @@ def encode_positions(ops: Ops, positions: Array | None, size: int, like: Array) 
     return write(ops, like, HEADER.pack(RAW, 0, 0), ops.pack_uint(positions, 32))
 
 
+def encode_drawn(ops: Ops, count: int, size: int, key: int, like: Array) -> Array:
+    """The bytes for the positions that `draw_positions` draws with `key`, in its order."""
+    _require_fit(size)
+    if count == size:
+        return write(ops, like, HEADER.pack(ALL, 0, 0))
+    return write(ops, like, HEADER.pack(DRAWN, 0, 0), _KEY.pack(key))
+
+
 def decode_positions(reader: Reader, size: int, count: int) -> Array | None:
-    """The `count` positions in [0, size) as given to `encode_positions`; None for all.
+    """The `count` positions in [0, size) as given to `encode_positions`, or as drawn; None for all.
 
     Raises:
         PayloadError: the bytes are no valid code for that.
@@ -70,6 +80,9 @@ def decode_positions(reader: Reader, size: int, count: int) -> Array | None:
         if count != size:
             raise PayloadError(f"payload says all of {size} elements are kept, but counts {count}")
         return None
+    if code == DRAWN:
+        # Distinct and inside the tensor by construction.
+        return draw_positions(ops, count, size, reader.header(_KEY)[0], reader.data)
     if code == RICE:
         positions = _decode_rice(reader, rice_bits, size, count, unary_bytes)
     elif code == BITMAP:
@@ -91,6 +104,11 @@ def expected_bits(ratio: float) -> float:
     # E[gap >> b] of a geometric gap is 1 / ((1 - ratio) ** -(2 ** b) - 1).
     unary = 1.0 / math.expm1(-(2.0**rice_bits) * math.log1p(-ratio))
     return min(rice_bits + 1 + unary, 1.0 / ratio, 32.0)
+
+
+def _require_fit(size: int) -> None:
+    if size > _MAX_SIZE:
+        raise UnsupportedError(f"a tensor of {size} elements is too large, at most {_MAX_SIZE} fit: split it")
 
 
 def _octets(bits: int) -> int:

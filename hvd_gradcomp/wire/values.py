@@ -1,24 +1,31 @@
-"""Value codes: the kept values, as bytes that say how to read themselves.
+"""Value codes: the kept values, as bytes that say how to read themselves (see `codes` for the list).
 
-    0 FLOAT32, 1 FLOAT16, 2 BFLOAT16   the values in that format
-    3 LINEAR8                          blocks of values: one float32 step for each block, then int8 levels
-
-Only layouts live here; how values are rounded to levels is the business of a compressor.
+Only layouts live in this room; how values are rounded to levels is the business of a compressor.
 """
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Callable
 
 from hvd_gradcomp.errors import PayloadError
 from hvd_gradcomp.ops import Array
 from hvd_gradcomp.ops.base import FLOAT_BYTES, Ops
+from hvd_gradcomp.wire import levels, nonuniform, powers, signs, trits
+from hvd_gradcomp.wire.codes import DYNAMIC8, HEADER, LEVELS, LEVELS_GAMMA, LINEAR8, POWERS, TRITS, TWO_VALUES
 from hvd_gradcomp.wire.parts import Reader, write
 
+#: The float formats, by their code.
 FLOAT_KINDS = ("float32", "float16", "bfloat16")
-LINEAR8 = 3
-#: code, log2 of the block length, 2 unused bytes
-HEADER = struct.Struct("<BBH")
+#: Code -> the function that reads what follows the header: (reader, the header's two numbers, count) to values.
+_DECODERS: dict[int, Callable[[Reader, int, int, int], Array]] = {
+    LINEAR8: levels.decode_linear8,
+    LEVELS: levels.decode_levels,
+    LEVELS_GAMMA: levels.decode_gamma_levels,
+    TRITS: trits.decode_trits,
+    TWO_VALUES: signs.decode_two_values,
+    POWERS: powers.decode_powers,
+    DYNAMIC8: nonuniform.decode_dynamic8,
+}
 
 
 def encode_floats(ops: Ops, values: Array, kind: str) -> Array:
@@ -27,33 +34,16 @@ def encode_floats(ops: Ops, values: Array, kind: str) -> Array:
     return write(ops, values, header, ops.pack_float(values, kind))
 
 
-def encode_linear8(ops: Ops, levels: Array, steps: Array, block_log2: int) -> Array:
-    """int8 `levels` (count,) and float32 `steps` (ceil(count / 2**block_log2),)."""
-    header = HEADER.pack(LINEAR8, block_log2, 0)
-    return write(ops, levels, header, ops.bytes_of(steps), ops.bytes_of(levels))
-
-
 def decode_values(reader: Reader, count: int) -> Array:
     """The next `count` values as float32.
 
     Raises:
         PayloadError: the bytes are no valid value code.
     """
-    ops = reader.ops
-    code, block_log2, _ = reader.header(HEADER)
+    code, first, second = reader.header(HEADER)
     if code < len(FLOAT_KINDS):
         kind = FLOAT_KINDS[code]
-        return ops.unpack_float(reader.bytes(FLOAT_BYTES[kind] * count), kind)
-    if code == LINEAR8:
-        if block_log2 > 31:
-            raise PayloadError(f"blocks of 2**{block_log2} values are not possible")
-        block = 1 << block_log2
-        steps = ops.from_bytes(reader.bytes(4 * -(-count // block)), "float32")
-        levels = ops.cast(ops.from_bytes(reader.bytes(count), "int8"), "float32")
-        return levels * spread(ops, steps, block, count)
+        return reader.ops.unpack_float(reader.bytes(FLOAT_BYTES[kind] * count), kind)
+    if code in _DECODERS:
+        return _DECODERS[code](reader, first, second, count)
     raise PayloadError(f"unknown value code {code}")
-
-
-def spread(ops: Ops, per_block: Array, block: int, count: int) -> Array:
-    """Each block's number given to each of its values: shape (blocks,) to (count,)."""
-    return ops.repeat(per_block, min(block, max(count, 1)))[:count]

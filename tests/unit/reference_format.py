@@ -11,6 +11,7 @@ import zlib
 from dataclasses import dataclass
 
 import numpy as np
+import reference_values
 
 ALL, RICE, BITMAP, RAW = range(4)
 
@@ -71,13 +72,16 @@ def read_payload(data: bytes, frames: int) -> tuple[int, bool, list[Frame]]:
     """The fingerprint, whether it is not finite, and `frames` frames."""
     magic, version, flags, fingerprint, length, checksum = struct.unpack("<2sBBIII", data[:16])
     assert (magic, version, length) == (b"HG", 1, len(data))
-    words = struct.unpack(f"<{(length - 16) // 4}I", data[16:])
-    sums = sum((2 * place + 1) * word for place, word in enumerate(words))
-    assert checksum == (zlib.crc32(data[:12]) + sums) % 2**32
+    assert checksum == zlib.crc32(data[:12] + struct.pack("<II", _weighted(data[16:]), _weighted(data[18:-2])))
     rest = Bytes(data[16:])
     found = [_read_frame(rest) for _ in range(frames)]
     assert not rest.data
     return fingerprint, bool(flags & 1), found
+
+
+def _weighted(data: bytes) -> int:
+    words = struct.unpack(f"<{len(data) // 4}I", data)
+    return sum((2 * place + 1) * word for place, word in enumerate(words)) % 2**32
 
 
 def read_frame(data: bytes) -> Frame:
@@ -119,7 +123,7 @@ def read_positions(body: Bytes, size: int, kept: int) -> tuple[int, list[int]]:
 
 
 def read_values(body: Bytes, kept: int) -> tuple[int, np.ndarray]:
-    code, block_log2 = body.fields("<BBH")[:2]
+    code, block_log2, number = body.fields("<BBH")
     if code == 0:
         return code, np.frombuffer(body.take(4 * kept), "<f4")
     if code == 1:
@@ -127,6 +131,8 @@ def read_values(body: Bytes, kept: int) -> tuple[int, np.ndarray]:
     if code == 2:
         upper = struct.unpack(f"<{kept}H", body.take(2 * kept))
         return code, np.array([struct.unpack("<f", struct.pack("<I", half << 16))[0] for half in upper], np.float32)
+    if code > 3:
+        return code, reference_values.read(code, block_log2, number, body, kept)
     assert code == 3
     steps = np.frombuffer(body.take(4 * math.ceil(kept / 2**block_log2)), "<f4")
     levels = np.frombuffer(body.take(kept), np.int8)

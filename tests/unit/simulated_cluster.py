@@ -180,7 +180,9 @@ class MemoryTransport:
 def _complete(meeting: _Meeting, name: str) -> None:
     requests = [meeting.requests[rank] for rank in sorted(meeting.requests)]
     first = requests[0]
-    alike = {(type(each), getattr(each, "kind", None), _values_length(each)) for each in requests}
+    alike = {
+        (type(each), getattr(each, "kind", None), getattr(each, "op", None), _values_length(each)) for each in requests
+    }
     if len(alike) > 1:
         meeting.error = f"mismatched requests for {name!r}: {alike}"
         return
@@ -188,7 +190,8 @@ def _complete(meeting: _Meeting, name: str) -> None:
     if isinstance(first, Allgather):
         meeting.results = {rank: ops.concat([each.payload for each in requests]) for rank in meeting.requests}
     elif isinstance(first, Allreduce):
-        total = _sum(ops, [each.values for each in requests], first.kind)
+        add = _max if first.op == "max" else _sum
+        total = add(ops, [each.values for each in requests], first.kind)
         # As Horovod does, into the memory of the request.
         meeting.results = {
             rank: ops.accumulate(ops.clear(each.values), total) for rank, each in meeting.requests.items()
@@ -203,6 +206,14 @@ def _sum(ops: Any, vectors: list[Array], kind: str) -> Array:
     total = ops.copy(vectors[0])
     for vector in vectors[1:]:
         total = ops.unpack_float(ops.pack_float(ops.accumulate(total, vector), kind), kind)
+    return total
+
+
+def _max(ops: Any, vectors: list[Array], kind: str) -> Array:
+    """The largest of each element."""
+    total = ops.copy(vectors[0])
+    for vector in vectors[1:]:
+        total = ops.where(vector > total, vector, total)
     return total
 
 

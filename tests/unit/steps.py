@@ -21,7 +21,7 @@ Gradients = Mapping[str, np.ndarray | None]
 
 def parameters_of(shapes: Sequence[tuple[int, ...]], kind: str = "float32") -> list[Parameter]:
     """Parameters p0, p1, ... of these shapes."""
-    return [Parameter(f"p{index}", int(np.prod(shape)), kind) for index, shape in enumerate(shapes)]
+    return [Parameter(f"p{index}", int(np.prod(shape)), kind, shape) for index, shape in enumerate(shapes)]
 
 
 def engines_of(

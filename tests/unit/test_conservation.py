@@ -60,21 +60,21 @@ class Training:
     def change_buckets(self, bucket_bytes: int) -> None:
         """New engines with the old residuals."""
         self.bucket_bytes = bucket_bytes
-        old = [engine.residuals for engine in self.engines]
+        old = [engine.state for engine in self.engines]
         self.start_over(self.workers)
-        for engine, residuals in zip(self.engines, old, strict=True):
-            engine.residuals = residuals
+        for engine, state in zip(self.engines, old, strict=True):
+            engine.load_state(state)
 
     def save_and_restore(self, workers: int) -> None:
         """Through a checkpoint, to another number of workers; the average of what is owed must stay."""
         owed = self._owed()
         ops = self.ops
-        totals = {name: array_of(ops, sum(part[name] for part in owed)) for name in owed[0]}
+        totals = {name: {"residual": array_of(ops, sum(part[name] for part in owed))} for name in owed[0]}
         saved = mean_residuals(ops, totals, self.workers)
         self.start_over(workers)
         for engine in self.engines:
-            mean = residuals_from(saved, {each.name: each.size for each in self.parameters})
-            engine.residuals = {name: ops.copy(value) for name, value in mean.items()}
+            mean, _ = residuals_from(saved, {each.name: each.size for each in self.parameters})
+            engine.load_state({name: {"residual": ops.copy(parts["residual"])} for name, parts in mean.items()})
         for name in owed[0]:
             before = [part[name] for part in owed]
             now = [part[name] for part in self._owed()]

@@ -35,9 +35,10 @@ def test_the_error_is_at_most_half_a_step_of_the_block(ops, kind, size, seed, bl
     for start in range(0, size, block):
         values, found = x[start : start + block].astype(np.float64), out[start : start + block]
         step = np.abs(values).max() / 127
-        # At the bottom of float32's range a step is rounded to a multiple of 2**-149, by which 127 levels are off.
-        assert np.abs(values - found).max() <= step / 2 * (1 + 1e-5) + 64 * 2.0**-149
-        assert np.abs(found).max() <= np.abs(values).max() * (1 + 1e-6) + 64 * 2.0**-149
+        # A step below 2**-100 counts as zero, and nothing of such a block is sent.
+        bound = step / 2 if step > 2.0**-100 * (1 + 1e-6) else np.abs(values).max()
+        assert np.abs(values - found).max() <= bound * (1 + 1e-5)
+        assert np.abs(found).max() <= np.abs(values).max() * (1 + 1e-6)
 
 
 def test_the_largest_value_of_a_block_is_exact_to_rounding(ops):
@@ -87,7 +88,7 @@ def test_zeros_stay_zeros(ops):
     np.testing.assert_allclose(sent(ops, Int8(block=4), x), x, rtol=1e-6)
 
 
-@pytest.mark.parametrize("block", [0, -1, 3, 512.0, "512", None, 2**32, 2**400])
+@pytest.mark.parametrize("block", [0, -1, 3, 512.0, "512", True, 2**32, 2**400])
 def test_blocks_that_cannot_be(block):
     with pytest.raises(ConfigurationError, match="block must be a power of two") as caught:
         Int8(block=block)

@@ -125,7 +125,7 @@ def test_a_payload_of_another_format_version(ops):
 
 
 def test_every_corrupt_byte_of_the_settings_is_an_error(ops):
-    """The settings have no checksum: a changed byte makes them differ, or unreadable."""
+    """No worker goes on with another one's settings as they did not leave it."""
     lengths = []
 
     def flip(message: np.ndarray) -> np.ndarray:

@@ -14,20 +14,21 @@ from hvd_gradcomp.feedback import ErrorFeedback, Memory, NoMemory, mean_residual
 
 def saved(ops, workers=4):
     totals = {"w": np.array([4.0, -8.0, 2.0], np.float32), "b": np.array([1.0], np.float32)}
-    return mean_residuals(ops, {name: array_of(ops, x) for name, x in totals.items()}, workers)
+    return mean_residuals(ops, {name: {"residual": array_of(ops, x)} for name, x in totals.items()}, workers)
 
 
 def test_the_mean_is_saved_and_found_by_name(ops):
     checkpoint = pickle.loads(pickle.dumps(saved(ops)))
-    found = residuals_from(checkpoint, {"b": 1, "w": 3})
-    assert {name: as_numpy(x).tolist() for name, x in found.items()} == {"w": [1, -2, 0.5], "b": [0.25]}
+    found, step = residuals_from(checkpoint, {"b": 1, "w": 3})
+    assert {name: as_numpy(x["residual"]).tolist() for name, x in found.items()} == {"w": [1, -2, 0.5], "b": [0.25]}
+    assert step == 0
     assert checkpoint["workers"] == 4
 
 
 def test_parameters_that_came_or_went_since(ops):
     """One that is frozen or sent dense now keeps none; a new one begins without."""
-    assert set(residuals_from(saved(ops), {"w": 3, "new": 7})) == {"w"}
-    assert residuals_from(saved(ops), {}) == {}
+    assert set(residuals_from(saved(ops), {"w": 3, "new": 7})[0]) == {"w"}
+    assert residuals_from(saved(ops), {})[0] == {}
 
 
 def test_a_checkpoint_of_another_model(ops):
@@ -42,7 +43,7 @@ def test_a_checkpoint_of_another_model(ops):
         [],
         {},
         "residuals",
-        {"format": "hvd_gradcomp residuals 2", "mean": {}},
+        {"format": "hvd_gradcomp residuals 1", "mean": {}},
         {"state": {}},
     ],
 )
@@ -53,17 +54,20 @@ def test_what_is_no_checkpoint(checkpoint):
 
 def test_error_feedback_adds_the_residual_and_leaves_it_as_it_is(ops):
     residual = array_of(ops, np.array([0.5, -1.0], np.float32))
-    corrected = ErrorFeedback().correct(ops, array_of(ops, np.array([1.0, 1.0], np.float32)), residual)
+    gradient = array_of(ops, np.array([1.0, 1.0], np.float32))
+    corrected, advanced = ErrorFeedback().correct(ops, gradient, {"residual": residual}, 2)
     assert as_numpy(corrected).tolist() == [1.5, 0.0]
     assert as_numpy(residual).tolist() == [0.5, -1.0]
+    assert advanced == {}
     gradient = array_of(ops, np.ones(2, np.float32))
-    assert ErrorFeedback().correct(ops, gradient, None) is gradient
+    assert ErrorFeedback().correct(ops, gradient, {}, 2)[0] is gradient
 
 
 def test_no_memory_forgets(ops):
     gradient = array_of(ops, np.ones(2, np.float32))
-    assert NoMemory().correct(ops, gradient, array_of(ops, np.ones(2, np.float32))) is gradient
-    assert (NoMemory.keeps, ErrorFeedback.keeps) == (False, True)
+    assert NoMemory().correct(ops, gradient, {"residual": array_of(ops, np.ones(2, np.float32))}, 2)[0] is gradient
+    assert NoMemory().update(ops, {}, gradient, None) == {}
+    assert (NoMemory().keeps, ErrorFeedback().keeps) == (False, True)
 
 
 def test_memories_are_values():

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from hvd_gradcomp.errors import PayloadError
 from hvd_gradcomp.ops import Array, Ops
+from hvd_gradcomp.wire.codes import HEADER
+from hvd_gradcomp.wire.levels import encode_linear8
 from hvd_gradcomp.wire.parts import Reader
-from hvd_gradcomp.wire.values import HEADER, decode_values, encode_floats, encode_linear8
+from hvd_gradcomp.wire.values import decode_values, encode_floats
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -74,7 +76,7 @@ def test_values_may_lie_at_any_place_in_a_buffer(ops, shift):
 @pytest.mark.parametrize(
     ("data", "count", "message"),
     [
-        (HEADER.pack(4, 0, 0), 0, "unknown value code 4"),
+        (HEADER.pack(10, 0, 0), 0, "unknown value code 10"),
         (HEADER.pack(255, 0, 0), 3, "unknown value code 255"),
         (HEADER.pack(3, 32, 0) + bytes(100), 3, r"blocks of 2\*\*32"),
         (HEADER.pack(3, 0, 0) + bytes(8), 3, "truncated"),

@@ -1,0 +1,274 @@
+"""The path of a gradient: + what memory holds, compress, exchange, decode, average; what was not sent is remembered.
+
+One `Passage` takes the gradients of one bucket through one step. Nothing that lasts is changed before the exchange has
+shown that all workers' gradients were finite.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hvd_gradcomp.collectives import Allgather, Allreduce, Exchange, add
+from hvd_gradcomp.compressors import BF16, FP16, Compressor, Context, NoCompression
+from hvd_gradcomp.compressors.base import Item, Sent
+from hvd_gradcomp.compressors.marks import MARKS, Verdict, marks, marks_fit, verdict
+from hvd_gradcomp.engine.buckets import Parameter
+from hvd_gradcomp.engine.units import Unit, units_of
+from hvd_gradcomp.errors import ConfigurationError, GradcompError, PayloadError
+from hvd_gradcomp.ops import Array, ops_for
+from hvd_gradcomp.telemetry import BucketCounters
+from hvd_gradcomp.wire.frame import frame_kept
+from hvd_gradcomp.wire.payload import split_payloads, write_payload
+
+if TYPE_CHECKING:
+    from hvd_gradcomp.engine.engine import Engine
+
+_Result = TypeVar("_Result")
+
+#: Bytes of a gradient element.
+KIND_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+# Everything, in the formats in which summands can travel.
+_WHOLE: dict[str, Compressor] = {"float32": NoCompression(), "float16": FP16(), "bfloat16": BF16()}
+
+
+class Passage:
+    """The tensors of one bucket on their way through one exchange.
+
+    Args:
+        engine: whose state is used and, at the end, replaced.
+        method: how to compress, the engine's compressor or what stands in for it.
+        parameters: those of the bucket that have a gradient in this step.
+        gradients: parameter name -> gradient, as given to `Engine.submit`.
+        counters: of the bucket.
+        step: see `Context`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        method: Compressor,
+        parameters: Sequence[Parameter],
+        gradients: Mapping[str, Array],
+        counters: BucketCounters,
+        step: int,
+    ) -> None:
+        self.engine = engine
+        self.method = method
+        self.memory = engine.compressor.memory
+        self.counters = counters
+        self.step = step
+        self.parameters = parameters
+        self.like = gradients[parameters[0].name]
+        self.ops = ops_for(self.like)
+        # Unit name -> what was sent of it, and so what is to be kept.
+        self.kept: dict[str, Sent] = {}
+        self.advanced: dict[str, dict[str, Array]] = {}
+        # Small tensors are here only where the memory needs them, and travel whole.
+        least = method.dense_below if self.memory.is_momentum and method.meets != "dense" else 0
+        large = [each for each in parameters if each.size >= least]
+        self.large = units_of(large, method.granularity) if large else ()
+        self.small = units_of([each for each in parameters if each.size < least], "layer")
+        self.units = self.large + self.small
+        with counters.timed("compress"):
+            corrected = {each.name: self._corrected(each.name, gradients[each.name]) for each in parameters}
+            self.vectors = {unit.name: unit.join(self.ops, corrected) for unit in self.units}
+            self.finite = all(self.ops.all_finite(x) for x in self.vectors.values())
+
+    def exchange(self) -> Exchange[dict[str, Array]]:
+        """Yields requests, receives their results; returns what `Engine.finish` hands out."""
+        ways = {"gather": self._gather, "own": self._own}
+        totals = yield from ways.get(self.method.meets, self._sum)(self.units)
+        with self.counters.timed("decompress"):
+            if totals is None:
+                return self._not_finite()
+            results: dict[str, Array] = {}
+            for unit in self.units:
+                results |= unit.split(self._scaled(totals[unit.name]))
+            self._remember()
+        return results
+
+    def _corrected(self, name: str, gradient: Array) -> Array:
+        engine = self.engine
+        x, self.advanced[name] = self.memory.correct(
+            self.ops, self.ops.flat32(gradient), engine.state.get(name, {}), engine.transport.workers
+        )
+        return x
+
+    def _context(self, unit: Unit) -> Context:
+        transport = self.engine.transport
+        return Context(transport.rank, transport.workers, unit.name, self.step)
+
+    def _method_of(self, unit: Unit) -> Compressor:
+        return _WHOLE[self.method.sum_kind] if unit in self.small else self.method
+
+    # -- the three ways to the sums over the workers; None where some worker's gradient was not finite -----------------
+
+    def _gather(self, units: Sequence[Unit]) -> Exchange[dict[str, Array] | None]:
+        """Every worker's payload goes to every worker, and is decoded there in rank order."""
+        ops, engine = self.ops, self.engine
+        fingerprint = engine.fingerprint(self.parameters)
+        with self.counters.timed("compress"):
+            like = self.vectors[units[0].name]
+            frames = []
+            for unit in units if self.finite else ():
+                method, x = self._method_of(unit), self.vectors.pop(unit.name)
+                frame, residual = method.encode(ops, x, self._context(unit))
+                frames.append(frame)
+                self._sent(unit, residual, frame)
+                self.counters.kept += frame_kept(ops, frame)
+            payload = write_payload(ops, frames, fingerprint, like, non_finite=not self.finite)
+            self.vectors.clear()
+        self.counters.sent_bytes += len(payload)
+        gathered = yield Allgather(payload)
+        self.counters.received_bytes += len(gathered) - len(payload)
+        with self.counters.timed("decompress"):
+            received = split_payloads(ops, gathered, engine.transport.ranks, fingerprint)
+            if any(each.non_finite for each in received):
+                return None
+            totals = {}
+            for unit in units:
+                out = self._blank(unit, like)
+                for each in received:
+                    out = self._decode_add(unit, each.rank, each.frames, out)
+                totals[unit.name] = self._method_of(unit).combine(ops, out, engine.transport.workers)
+            for each in received:
+                if each.frames.left:
+                    raise PayloadError(f"rank {each.rank} sent {each.frames.left} bytes more than its frames need")
+        return totals
+
+    def _sum(self, units: Sequence[Unit]) -> Exchange[dict[str, Array] | None]:
+        """The workers' vectors are added on the way."""
+        ops, method, transport = self.ops, self.method, self.engine.transport
+        kind = method.sum_kind if method.meets == "sum" else "float32"
+        with self.counters.timed("compress"):
+            vectors = []
+            for unit in units:
+                vector, residual = self._summands(unit, self.vectors.pop(unit.name))
+                self._sent(unit, residual, None)
+                # One NaN is enough to tell everybody, and limits of a format must not hide an infinity.
+                vectors.append(vector if self.finite else vector + float("nan"))
+            lengths = [len(vector) for vector in vectors]
+            marked = method.draws and marks_fit(kind, transport.workers)
+            if marked:
+                number = zlib.crc32(f"{self.engine.fingerprint(self.parameters)}|{self.step}".encode())
+                vectors.append(marks(ops, number, self.finite, vectors[0]))
+            joined = vectors[0] if len(vectors) == 1 else ops.concat(vectors)
+        self.counters.kept += sum(lengths)
+        # As one allreduce of them, which is what the two rounds of a format that Horovod cannot add move together.
+        self.counters.sent_bytes += KIND_BYTES[kind] * len(joined)
+        self.counters.received_bytes += KIND_BYTES[kind] * len(joined)
+        total = yield from add(ops, joined, kind, transport)
+        with self.counters.timed("decompress"):
+            if not ops.all_finite(total):
+                return None
+            if marked and verdict(ops, total[-MARKS:], transport.workers) is Verdict.DIFFERENT:
+                raise ConfigurationError(
+                    f"the workers added values of {self.units[0].name!r} that do not belong together: their settings "
+                    f"differ, or their steps (this worker is at step {self.step}). Give every worker the same "
+                    "compression, and the same saved state when training resumes"
+                )
+            totals = {}
+            start = 0
+            for unit, length in zip(units, lengths, strict=True):
+                part = total[start : start + length]
+                start += length
+                each = self._method_of(unit)
+                if each.meets == "sum":
+                    part = each.from_sum(ops, part, unit.size, self._context(unit))
+                totals[unit.name] = ops.copy(part)
+        return totals
+
+    def _own(self, units: Sequence[Unit]) -> Exchange[dict[str, Array] | None]:
+        """The method's own exchange; small tensors first, which show all workers whether a gradient is not finite."""
+        ops, engine = self.ops, self.engine
+        totals = (yield from self._sum(self.small)) if self.small else {}
+        if totals is None or not self.large:
+            return totals
+        items = [
+            Item(self.vectors.pop(unit.name), unit.shape, self._context(unit), engine.state.get(unit.name, {}))
+            for unit in self.large
+        ]
+        sent = yield from self._counting(self.method.exchange(ops, items, engine.transport))
+        if sent is None or not all(ops.all_finite(each.total) for each in sent):
+            return None
+        for unit, each in zip(self.large, sent, strict=True):
+            self.kept[unit.name] = each
+            self.counters.kept += unit.size if each.positions is None else len(each.positions)
+            totals[unit.name] = each.total
+        return totals
+
+    def _counting(self, exchange: Exchange[_Result]) -> Exchange[_Result]:
+        """`exchange` with the bytes of its requests and results, and its own time, counted."""
+        received = None
+        while True:
+            with self.counters.timed("compress"):
+                try:
+                    request = next(exchange) if received is None else exchange.send(received)
+                except StopIteration as end:
+                    return end.value
+            received = yield request
+            if isinstance(request, Allreduce):
+                width = KIND_BYTES[request.kind]
+                self.counters.sent_bytes += width * len(request.values)
+                self.counters.received_bytes += width * len(received)
+            else:
+                self.counters.sent_bytes += len(request.payload)
+                self.counters.received_bytes += len(received)
+
+    def _summands(self, unit: Unit, x: Array) -> tuple[Array, Array | None]:
+        method = self._method_of(unit)
+        return (x, None) if method.meets == "dense" else method.summands(self.ops, x, self._context(unit))
+
+    def _decode_add(self, unit: Unit, rank: int, frames: Any, out: Array) -> Array:
+        try:
+            return self._method_of(unit).decode_add(self.ops, frames, out)
+        except GradcompError as error:
+            raise type(error)(f"rank {rank} sent a frame that cannot be decoded: {error}") from None
+
+    # -- results and state --------------------------------------------------------------------------------------------
+
+    def _scaled(self, total: Array) -> Array:
+        return self.ops.divide(total, self.engine.transport.workers) if self.engine.average else total
+
+    def _blank(self, unit: Unit, like: Array) -> Array:
+        """Zeros to decode into: the old residual's memory where there is one, which the new one does not use."""
+        old = self.engine.state.get(unit.name, {})
+        if len(unit.parameters) > 1 or "residual" not in old:
+            return self.ops.zeros(unit.size, "float32", like)
+        return self.ops.clear(old.pop("residual"))
+
+    def _sent(self, unit: Unit, residual: Array | None, frame: Array | None) -> None:
+        """Note what this worker has sent of a unit, for `_remember`."""
+        positions = None
+        if self.memory.masks and residual is not None:
+            method = self._method_of(unit)
+            positions = method.positions_sent(self.ops, frame, residual, self._context(unit))
+        self.kept[unit.name] = Sent(None, residual, positions)
+
+    def _remember(self) -> None:
+        """Put the new state in the place of the old one."""
+        ops, state = self.ops, self.engine.state
+        for unit in self.units:
+            sent = self.kept[unit.name]
+            parts = self.advanced[unit.name]
+            advanced = {
+                part: unit.join(ops, {each.name: self.advanced[each.name][part] for each in unit.parameters})
+                for part in parts
+            }
+            positions = sent.positions if self.memory.masks else None
+            kept = self.memory.update(ops, advanced, sent.residual, positions)
+            for parameter in unit.parameters:
+                state.pop(parameter.name, None)
+            for part, vector in kept.items():
+                for name, piece in unit.split(vector).items():
+                    state.setdefault(name, {})[part] = piece
+            if sent.state:
+                state.setdefault(unit.name, {}).update(sent.state)
+
+    def _not_finite(self) -> dict[str, Array]:
+        """NaN for every value, so that loss scaling sees the step and skips it; all state stays as it was."""
+        self.counters.non_finite += 1
+        nan = float("nan")
+        return {each.name: self.ops.zeros(each.size, "float32", self.like) + nan for each in self.parameters}
