@@ -87,6 +87,9 @@ class TensorFlowOps(Ops):
     def put_add(self, x: Array, positions: Array, values: Array) -> Array:
         return tf.tensor_scatter_nd_add(x, positions[:, None], values)
 
+    def scatter_add(self, x: Array, positions: Array, values: Array) -> Array:
+        return tf.tensor_scatter_nd_add(x, positions[:, None], values)
+
     def accumulate(self, x: Array, y: Array) -> Array:
         return x + y
 
@@ -98,6 +101,9 @@ class TensorFlowOps(Ops):
 
     def concat(self, parts: Sequence[Array]) -> Array:
         return tf.concat(list(parts), 0)
+
+    def interleave(self, parts: Sequence[Array]) -> Array:
+        return tf.reshape(tf.stack(list(parts), axis=1), [-1])
 
     def copy(self, x: Array) -> Array:
         return tf.identity(x)
@@ -111,11 +117,21 @@ class TensorFlowOps(Ops):
     def round(self, x: Array) -> Array:
         return tf.round(x)
 
+    def floor(self, x: Array) -> Array:
+        return tf.floor(x)
+
+    def sqrt(self, x: Array) -> Array:
+        # In double precision first: a GPU's float32 root may be off in the last bit, and this rounds to the right one.
+        return tf.cast(tf.sqrt(tf.cast(x, tf.float64)), tf.float32)
+
     def clip(self, x: Array, low: float, high: float) -> Array:
         return tf.clip_by_value(x, low, high)
 
     def kth_largest(self, x: Array, k: int) -> float:
         return float(tf.math.top_k(x, k, sorted=True).values[-1])
+
+    def search_sorted(self, bounds: Array, x: Array) -> Array:
+        return tf.searchsorted(bounds, x, side="left", out_type=tf.int64)
 
     def row_max(self, x: Array, columns: int) -> Array:
         return tf.reduce_max(tf.reshape(x, [-1, columns]), axis=1)
@@ -129,6 +145,21 @@ class TensorFlowOps(Ops):
     def total(self, x: Array) -> int:
         return int(tf.reduce_sum(tf.cast(x, tf.int64)))
 
+    def matmul(
+        self,
+        x: Array,
+        y: Array,
+        rows: int,
+        inner: int,
+        columns: int,
+        *,
+        x_transposed: bool = False,
+        y_transposed: bool = False,
+    ) -> Array:
+        left = tf.reshape(x, [inner, rows] if x_transposed else [rows, inner])
+        right = tf.reshape(y, [columns, inner] if y_transposed else [inner, columns])
+        return tf.reshape(tf.matmul(left, right, transpose_a=x_transposed, transpose_b=y_transposed), [-1])
+
     def all_finite(self, x: Array) -> bool:
         return bool(tf.reduce_all(tf.math.is_finite(x)))
 
@@ -137,6 +168,9 @@ class TensorFlowOps(Ops):
 
     def bit_and(self, x: Array, mask: int) -> Array:
         return tf.bitwise.bitwise_and(x, tf.constant(mask, x.dtype))
+
+    def bit_xor(self, x: Array, y: Array | int) -> Array:
+        return tf.bitwise.bitwise_xor(x, tf.convert_to_tensor(y, x.dtype))
 
     def pack_bits(self, bits: Array) -> Array:
         octets = tf.reshape(self.pad(bits, 8), [-1, 8])

@@ -84,7 +84,7 @@ class Tokens:
             return tf.cast(token, ctx.dtype)
         shape, dtype = tf.shape(ctx), ctx.dtype
         flat = tf.reshape(tf.cast(ctx, tf.float32), [-1])
-        (total,) = call(partial(_sum, compressor), [token, flat], [tf.float32])
+        (total,) = call(partial(_sum, compressor), [token, flat, shape], [tf.float32])
         shaped = tf.reshape(tf.cast(total, dtype), shape)
         shaped.set_shape(ctx.shape)
         return _without_gradient(ctx, shaped)
@@ -109,12 +109,12 @@ def _without_gradient(tensor: tf.Tensor, result: tf.Tensor) -> Any:
     return tf.identity(result), refuse
 
 
-def _sum(compressor: Compressor, token: tf.Tensor, flat: tf.Tensor) -> list[Any]:
+def _sum(compressor: Compressor, token: tf.Tensor, flat: tf.Tensor, shape: tf.Tensor) -> list[Any]:
     """The result for the workers that `token` names; without error feedback, since there is no next step."""
     with exact_floats():
         ranks, factor = _read(token.numpy(), compressor)
         x = own(flat)
-        parameter = Parameter("hvd_gradcomp.allreduce", len(x), "float32")
+        parameter = Parameter("hvd_gradcomp.allreduce", len(x), "float32", tuple(shape.numpy().tolist()))
         engine = Engine(compressor, [parameter], HorovodTransport(_process_set(ranks)), average=False)
         engine.submit(parameter.name, x)
         return [engine.finish()[parameter.name] * np.float32(factor)]

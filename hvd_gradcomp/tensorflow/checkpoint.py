@@ -39,11 +39,12 @@ def residuals(variables: Sequence[Any]) -> Residuals:
 
 
 def residual_state_dict(owner: Any) -> dict[str, object]:
-    """The workers' mean residual by path, as numpy arrays, for a checkpoint that serves any number of workers.
+    """What the workers keep, by path, as numpy arrays: a checkpoint that serves any number of workers.
 
-    A collective call: every worker of the process set must make it, between two steps; each gets the same values. With
-    averaged gradients the mean says all that is still owed to the variables; for op=Sum it does so as long as the
-    number of workers stays the same.
+    That is the mean of their residuals and of whatever else the memory keeps (velocities), what a method keeps besides
+    (the factors of PowerSGD), and the step that schedules go by. A collective call: every worker of the process set
+    must make it, between two steps; each gets the same values. With averaged gradients the mean says all that is still
+    owed to the variables; for op=Sum it does so as long as the number of workers stays the same.
 
     Args:
         owner: see `counters`.
@@ -52,14 +53,23 @@ def residual_state_dict(owner: Any) -> dict[str, object]:
         ConfigurationError: see `counters`.
     """
     exchange = find_exchange(owner)
-    totals = {}
+    transport = exchange.transport
+    memory = exchange.settings.compressor.memory
+    totals: dict[str, dict[str, np.ndarray]] = {}
+    shared = {}
     with exact_floats():
-        own = exchange.residuals.read()
+        state, step = exchange.residuals.read()
         for parameter in exchange.engine.parameters:
-            mine = own.get(parameter.name, {}).get("residual", np.zeros(parameter.size, np.float32))
-            request = Allreduce(np.asarray(mine), "float32")
-            totals[parameter.name] = exchange.transport.wait(exchange.transport.start(request, parameter.name))
-        return mean_residuals(backend("numpy"), totals, exchange.transport.workers)
+            own = state.get(parameter.name, {})
+            for part in memory.parts:
+                mine = np.asarray(own.get(part, np.zeros(parameter.size, np.float32)))
+                request = Allreduce(mine, "float32")
+                total = transport.wait(transport.start(request, f"{parameter.name}.{part}"))
+                totals.setdefault(parameter.name, {})[part] = total
+            others = {part: np.asarray(value) for part, value in own.items() if part not in memory.parts}
+            if others:
+                shared[parameter.name] = others
+        return mean_residuals(backend("numpy"), totals, transport.workers, shared=shared, step=step)
 
 
 def load_residual_state_dict(variables: Sequence[Any], state: Any) -> None:
@@ -80,10 +90,10 @@ def load_residual_state_dict(variables: Sequence[Any], state: Any) -> None:
             "the checkpoint holds no residuals: training starts again without what had not been sent when it was saved",
             stacklevel=2,
         )
-        target.write({})
+        target.write({}, 0)
         return
     sizes = {path: each.residual.shape.num_elements() for path, each in target.by_path.items()}
-    found = residuals_from(state, sizes)
+    found, step = residuals_from(state, sizes)
     unknown = sorted(set(state["mean"]) - set(sizes))
     if unknown:
         warnings.warn(
@@ -91,4 +101,6 @@ def load_residual_state_dict(variables: Sequence[Any], state: Any) -> None:
             "names variables after the models around them, so build the model as it was built when this was saved",
             stacklevel=2,
         )
-    target.write({path: {"residual": np.asarray(value, np.float32)} for path, value in found.items()})
+    target.write(
+        {path: {part: np.asarray(value) for part, value in parts.items()} for path, parts in found.items()}, step
+    )

@@ -107,18 +107,18 @@ class GradientExchange:
     # -- choosing -----------------------------------------------------------------------------------------------------
 
     def _is_compressed(self, place: int) -> bool:
-        compressor, size = self.settings.compressor, self.shapes[place].num_elements()
-        return (
-            compressor.meets != "dense"
-            and size is not None
-            and size >= max(compressor.dense_below, 1)
-            and self.dtypes[place] in _KINDS
-        )
+        size = self.shapes[place].num_elements()
+        return size is not None and self.settings.compressor.takes(size) and self.dtypes[place] in _KINDS
 
     def _make_engine(self, variables: Sequence[tf.Variable], scope: str) -> Engine:
         settings = self.settings
         parameters = [
-            Parameter(self.paths[place], self.shapes[place].num_elements(), _KINDS[self.dtypes[place]])
+            Parameter(
+                self.paths[place],
+                self.shapes[place].num_elements(),
+                _KINDS[self.dtypes[place]],
+                tuple(self.shapes[place].as_list()),
+            )
             for place in self.compressed
         ]
         options = {
@@ -168,13 +168,20 @@ class GradientExchange:
             if not names:
                 return [True]
             gradients = dict(zip(names, self._all_or_none([own(each) for each in flat], bool(finite)), strict=True))
-            kept = self.residuals.read()
-            self.engine.residuals = {name: parts["residual"] for name, parts in kept.items()}
+            self._take_state()
             for parameter in self.engine.parameters:
                 self.engine.submit(parameter.name, gradients.get(parameter.name))
             results = self.engine.finish()
-            self.residuals.write({name: {"residual": each} for name, each in self.engine.residuals.items()})
+            self.residuals.write(self.engine.state, self.engine.step)
             return [*(results[name] for name in names), True]
+
+    def _take_state(self) -> None:
+        """Let the engine go on from the variables: what the last step left there, or a checkpoint put there."""
+        state, step = self.residuals.read()
+        if step == self.engine.step:
+            self.engine.state = state
+        else:
+            self.engine.load_state(state, step)
 
     def _all_or_none(self, gradients: list[Array], finite: bool) -> list[Array]:
         """NaN in every gradient if any is not finite, compressed or not.

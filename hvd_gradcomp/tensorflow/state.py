@@ -29,6 +29,7 @@ class Kept(tf.Module):
 
     Attributes:
         parts: name of a part -> its variable; "residual" is float32, shape (size,).
+        step: how many exchanges there have been.
         in_use: the parts that the engine has; to it a residual of zeros and none are not quite the same.
     """
 
@@ -36,6 +37,7 @@ class Kept(tf.Module):
         super().__init__()
         with tf.device(device):
             self.parts = {_RESIDUAL: tf.Variable(tf.zeros([size]), trainable=False, name=_RESIDUAL)}
+            self.step = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
         self.in_use: frozenset[str] = frozenset()
 
     @property
@@ -84,15 +86,17 @@ class Residuals(tf.Module):
         super().__init__()
         self.by_path = {path: _kept_of(each) for path, each in zip(paths, variables, strict=True)}
 
-    def read(self) -> dict[str, dict[str, Array]]:
-        """Copies of what there is: path -> part -> array."""
+    def read(self) -> tuple[dict[str, dict[str, Array]], int]:
+        """Copies of what there is, path -> part -> array, and the step, which schedules and shared draws go by."""
         found = {path: each.read() for path, each in self.by_path.items()}
-        return {path: parts for path, parts in found.items() if parts}
+        steps = [int(each.step) for each in self.by_path.values()]
+        return {path: parts for path, parts in found.items() if parts}, max(steps, default=0)
 
-    def write(self, state: Mapping[str, Mapping[str, Array]]) -> None:
+    def write(self, state: Mapping[str, Mapping[str, Array]], step: int) -> None:
         """Replace everything; what is missing in `state` becomes zero."""
         for path, each in self.by_path.items():
             each.write(state.get(path, {}))
+            each.step.assign(step)
 
 
 def _kept_of(variable: tf.Variable) -> Kept:

@@ -87,7 +87,8 @@ class HorovodTransport:
             on_host = isinstance(request.values, np.ndarray)
             # Converted here: the other thread may flush subnormals.
             values = tf.convert_to_tensor(_cast(request.values, request.kind))
-            handle = _line.submit(lambda: mpi_ops._allreduce(values, op=mpi_ops.Sum, process_set=process_set))
+            op = mpi_ops.Max if request.op == "max" else mpi_ops.Sum
+            handle = _line.submit(lambda: mpi_ops._allreduce(values, op=op, process_set=process_set))
             return lambda: _cast(_view(_wait(handle), on_host), "float32")
         on_host = isinstance(request.payload, np.ndarray)
         payload = tf.convert_to_tensor(request.payload)

@@ -13,7 +13,6 @@ import horovod.tensorflow as hvd
 import numpy as np
 
 from hvd_gradcomp.errors import ConfigurationError
-from hvd_gradcomp.tensorflow.host import view
 from hvd_gradcomp.tensorflow.state import Residuals
 
 _FILE = "hvd_gradcomp_residuals.npz"
@@ -21,13 +20,18 @@ _FILE = "hvd_gradcomp_residuals.npz"
 
 def write_residuals(folder: Path, residuals: Residuals, process_set: hvd.ProcessSet) -> None:
     """Write this worker's residuals into `folder`, with its rank, since they are of use to no other worker."""
-    if not any(each.owes for each in residuals.by_path.values()):
+    state, step = residuals.read()
+    if not state:
         return
     worker = [process_set.rank(), process_set.size()] if hvd.is_initialized() else [0, 1]
+    sizes = [each.residual.shape.num_elements() for each in residuals.by_path.values()]
+    # By place: Keras may give a variable another path when it loads it, the order stays.
     values: dict[str, Any] = {
-        f"residual:{path}": view(each.residual.value()) for path, each in residuals.by_path.items()
+        f"{place}:{part}": np.asarray(value)
+        for place, path in enumerate(residuals.by_path)
+        for part, value in state.get(path, {}).items()
     }
-    np.savez(folder / _FILE, worker=np.array(worker), **values)
+    np.savez(folder / _FILE, worker=np.array(worker), sizes=np.array(sizes), step=np.array(step), **values)
 
 
 def read_residuals(filepath: Any, residuals: Residuals, process_set: hvd.ProcessSet) -> None:
@@ -49,16 +53,18 @@ def read_residuals(filepath: Any, residuals: Residuals, process_set: hvd.Process
                 stacklevel=3,
             )
             return
-        # By place: Keras may give a variable another path when it loads it, the order stays.
-        values = [saved[name] for name in saved.files if name.startswith("residual:")]
-    sizes = [each.residual.shape.num_elements() for each in residuals.by_path.values()]
-    if [value.size for value in values] != sizes:
-        raise ConfigurationError(
-            f"{filepath} holds residuals of {[value.size for value in values]} elements, the optimizer compresses "
-            f"gradients of {sizes}: load the model with the compression and dense_below that it was saved with"
-        )
-    for each, value in zip(residuals.by_path.values(), values, strict=True):
-        each.write({"residual": value})
+        sizes = [each.residual.shape.num_elements() for each in residuals.by_path.values()]
+        if saved["sizes"].tolist() != sizes:
+            raise ConfigurationError(
+                f"{filepath} holds residuals of {saved['sizes'].tolist()} elements, the optimizer compresses gradients "
+                f"of {sizes}: load the model with the compression and dense_below that it was saved with"
+            )
+        state: dict[str, dict[str, np.ndarray]] = {path: {} for path in residuals.by_path}
+        for name in saved.files:
+            place, _, part = name.partition(":")
+            if part:
+                state[list(state)[int(place)]][part] = saved[name]
+        residuals.write(state, int(saved["step"]))
 
 
 def _asset(filepath: Any) -> bytes | None:
