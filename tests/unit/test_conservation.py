@@ -230,6 +230,28 @@ def test_conservation_over_skipped_steps(ops, compressor, poison, adds):
     training.run("normal", steps=3)
 
 
+@each_compressor
+@pytest.mark.parametrize("adds", [("float32",), ("float32", "float16", "bfloat16")], ids=["two rounds", "one round"])
+def test_conservation_over_abandoned_steps(ops, compressor, adds):
+    """A step that all workers give up half way, with one bucket on its way: residuals stay, and training goes on."""
+    training = Training(ops, compressor, [(40,), (10,), (200,)], workers=2, bucket_bytes=300, adds=adds)
+    training.run("normal", steps=2)
+    before = [residuals_of(engine) for engine in training.engines]
+
+    def give_up(transport):
+        engine = training.engines[transport.rank]
+        for name in ("p2", "p1"):
+            engine.submit(name, array_of(ops, np.ones(engine.parameters[int(name[1])].size, np.float32)))
+        engine.abandon()
+        assert engine.finish() == {}
+
+    training.cluster.run(give_up)
+    for engine, old in zip(training.engines, before, strict=True):
+        new = residuals_of(engine)
+        assert {name: x.tobytes() for name, x in new.items()} == {name: x.tobytes() for name, x in old.items()}
+    training.run("normal", steps=2)
+
+
 @pytest.mark.parametrize("compressor", [TopKInt8(ratio=0.1, memory=NoMemory()), Int8(memory=NoMemory())], ids=str)
 def test_conservation_is_given_up_without_memory(ops, compressor):
     """What the other tests see is the residual's work: without one nothing is kept, and the sums do not agree."""
