@@ -15,6 +15,8 @@ from arrays import COMPRESSORS, gradient, seeds
 from golden_vectors import CASES, FINGERPRINT, INPUTS, golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from methods import METHODS
+from value_codes import CODES
 
 from hvd_gradcomp.compressors import Context, Int8, TopK, compression_from_spec
 from hvd_gradcomp.ops import backend, ops_for
@@ -22,6 +24,7 @@ from hvd_gradcomp.tensorflow import TopKInt8
 from hvd_gradcomp.tensorflow.graphs import call
 from hvd_gradcomp.tensorflow.host import exact_floats, own, view
 from hvd_gradcomp.tensorflow.paths import node_name, paths_of
+from hvd_gradcomp.wire.parts import Reader
 from hvd_gradcomp.wire.payload import split_payloads, write_payload
 
 OPS = backend("tensorflow")
@@ -146,3 +149,37 @@ def test_paths_are_distinct():
 def test_other_doors_do_not_import_tensorflow():
     code = "import hvd_gradcomp.torch, sys; sys.exit('tensorflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "compressor", [each for each in (*METHODS, *CODES) if each.meets in ("gather", "sum")], ids=str
+)
+@pytest.mark.parametrize("kind", ["normal", "ties"])
+def test_tensorflow_ops_give_the_bytes_of_every_method(compressor, kind):
+    x = gradient(kind, (1500,), 3)
+    context = Context(rank=1, workers=2, name="layer.weight", step=3)
+    found = []
+    for ops, make in ((NUMPY, np.array), (OPS, tf.constant)):
+        if compressor.meets == "gather":
+            sent, residual = compressor.encode(ops, make(x), context)
+            back = compressor.decode_add(ops, Reader(ops, sent), make(np.zeros_like(x)))
+        else:
+            sent, residual = compressor.summands(ops, make(x), context)
+            back = compressor.from_sum(ops, sent, len(x), context)
+        found.append([np.asarray(each).tobytes() for each in (sent, residual, back)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("x_transposed", "y_transposed"), [(False, False), (True, False), (False, True), (True, True)])
+def test_tensorflow_ops_multiply_matrices(x_transposed, y_transposed):
+    x, y = gradient("normal", (6 * 5,), 1), gradient("normal", (5 * 4,), 2)
+    options = {"x_transposed": x_transposed, "y_transposed": y_transposed}
+    expected = NUMPY.matmul(x, y, 6, 5, 4, **options)
+    found = OPS.matmul(tf.constant(x), tf.constant(y), 6, 5, 4, **options)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_tensorflow_ops_add_where_positions_repeat():
+    positions, values = np.array([3, 0, 3, 3]), np.array([1, 2, 4, 8], np.float32)
+    found = OPS.scatter_add(tf.zeros(5), tf.constant(positions), tf.constant(values))
+    assert found.numpy().tolist() == [2, 0, 0, 13, 0]
