@@ -97,7 +97,9 @@ on() { # on HOST COMMAND...: run it in that host's container, as its user, the w
 }
 
 say "size: $(du -sh "$(buildah mount "${containers[1]}")" | cut -f1), user: $(on 1 id)"
-on 1 horovodrun --check-build 2>/dev/null
+say "Horovod over: $(on 1 python -c '
+import horovod.torch as hvd
+print({"MPI": bool(hvd.mpi_built()), "Gloo": bool(hvd.gloo_built()), "NCCL": bool(hvd.nccl_built())})')"
 
 say "training on two workers in one container"
 on 1 horovodrun -np 2 python examples/train.py --epochs 1

@@ -31,7 +31,8 @@ class Linear(ValueCode):
 
     Payloads do not add up: each block has a step of its own. Use 8 bits behind any sparsifier, 4 bits with error
     feedback where bandwidth is scarce; below 4 bits `TernGrad` (1.6 bits) and the sign codes say as much in fewer.
-    Error feedback needs a contraction, which nearest rounding is and stochastic rounding with 2 or 3 bits is not.
+    Error feedback needs an error smaller than the values: that of nearest rounding always is, that of stochastic
+    rounding only where the step is small against most values (from 4 bits up for normal ones).
 
     Args:
         bits: 2 to 8; a level has exactly that many.

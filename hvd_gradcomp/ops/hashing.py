@@ -80,7 +80,7 @@ def draw_positions(ops: Ops, count: int, size: int, key: int, like: Array) -> Ar
         return ops.arange(size, like)
     factors = coefficients(key, 4 * _ROUNDS)
     # Small tensors get a larger domain: halves of one or two bits would leave few permutations to choose from.
-    bits = max(8, (size - 1).bit_length())
+    bits = max(6, (size - 1).bit_length())
     share = size / 2**bits
     found: list[Array] = [ops.arange(0, like)]
     missing, start = count, 0

@@ -58,7 +58,8 @@ class GradientExchange:
         self._warn_about_residuals = False
         # Parameters with sparse gradients -> their number of sparse dimensions; the same on all workers after a step.
         self._sparse: dict[str, int] = {}
-        self._layouts_are_known = False
+        self._have_met = False
+        self._greeting: int | None = None
         # Residuals of parameters that are frozen, while a step goes by without them.
         self._set_aside: dict[str, dict[str, torch.Tensor]] = {}
         optimizer.register_load_state_dict_post_hook(lambda _: self._state_loaded())
@@ -85,8 +86,7 @@ class GradientExchange:
                 stacklevel=2,
             )
         name = self.names[p]
-        if self.compressor.meets != "dense":
-            self.engine.begin_agreement(p)
+        self._greet(p)
         self._set_layout(p, name)
         if p.grad.is_sparse and not self.optimizer.sparse_as_dense:
             return self._submit_sparse(p, name)
@@ -106,21 +106,29 @@ class GradientExchange:
         finally:
             self._end_step()
 
-    def learn_layouts(self) -> None:
-        """In the first step, learn from the other workers which parameters have sparse gradients.
+    def meet(self) -> None:
+        """In the first step, find out whether the workers' settings agree, and whose gradients are sparse.
 
-        A worker where such a parameter took no part has to join the others' allgather of nothing, and cannot know so
-        by itself. What a parameter's gradient is in the first step, dense or sparse, it stays.
+        A worker where a parameter with sparse gradients took no part has to join the others' allgather of nothing, and
+        cannot know so by itself. What a parameter's gradient is in the first step, dense or sparse, it stays.
 
         Raises:
             ConfigurationError: workers were given different settings, or a gradient is dense on some and sparse on
                 other workers.
         """
         exchanged = self._exchanged_parameters()
-        if self._layouts_are_known or not exchanged or self.compressor.meets == "dense":
+        if self._have_met or not exchanged or self.compressor.meets == "dense":
             return
-        # A worker without any of our compression would not come to the exchange below.
-        self.engine.begin_agreement(exchanged[0])
+        self._greet(exchanged[0])
+        try:
+            wait(self._greeting)
+        except ConfigurationError:
+            # A worker that does not compress may wait for another parameter first: end its waiting for all of them.
+            for p in exchanged:
+                # Horovod refuses a name that is on its way already.
+                with contextlib.suppress(HorovodInternalError, ValueError):
+                    self._send_greeting(self.names[p])
+            raise
         self.engine.conclude_agreement()
         if not self.optimizer.sparse_as_dense:
             dense = [int(p.grad is not None and not p.grad.is_sparse) for p in exchanged]
@@ -137,7 +145,7 @@ class GradientExchange:
                     "sparse_as_dense=True to hvd.DistributedOptimizer"
                 )
             self._sparse = {name: dims for name, (_, dims) in found.items() if dims}
-        self._layouts_are_known = True
+        self._have_met = True
 
     def load_state(self, state: dict[str, dict[str, torch.Tensor]], step: int) -> None:
         """Replace all that this worker keeps; see `Engine.load_state`."""
@@ -177,8 +185,6 @@ class GradientExchange:
             options=options,
             groups=self._group_names(compressed),
             scope=self.scope,
-            # A worker with one of Horovod's own compressions adds this parameter's gradient under this name, and gets
-            # Horovod's error at once, as do all that want to compare settings with it.
             settings_name=self._first_name(),
         )
 
@@ -189,6 +195,26 @@ class GradientExchange:
         return [[self.names[p] for p in group if p in self.names] for group in groups]
 
     # -- the three ways -----------------------------------------------------------------------------------------------
+
+    def _greet(self, p: torch.Tensor) -> None:
+        """Before the first gradient, start to compare settings, and to find workers that do not compress at all.
+
+        Those add the gradient of the first parameter under its name; we add something of another type under it, which
+        is Horovod's own error at once, on them and on us, where we would wait for their settings without end.
+        """
+        if self._have_met or self._greeting is not None or self.compressor.meets == "dense":
+            return
+        self.engine.begin_agreement(p)
+        self._greeting = self._send_greeting(self._first_name())
+
+    def _send_greeting(self, name: str) -> int:
+        handle: int = mpi_ops.allreduce_async_(
+            torch.zeros(1, dtype=torch.int32),
+            name=f"{self.scope}{name}",
+            op=mpi_ops.Sum,
+            process_set=self.optimizer.process_set,
+        )
+        return handle
 
     def _set_layout(self, p: torch.Tensor, name: str) -> None:
         """Give `p` a gradient if it took no part in this step on this worker, and the layout that it has on all."""
@@ -201,7 +227,7 @@ class GradientExchange:
             p.grad = torch.zeros_like(p)
         elif dims and not p.grad.is_sparse:
             p.grad = p.grad.to_sparse(dims)
-        elif p.grad.is_sparse and not dims and self._layouts_are_known and not self.optimizer.sparse_as_dense:
+        elif p.grad.is_sparse and not dims and self._have_met and not self.optimizer.sparse_as_dense:
             p.grad = p.grad.to_dense()
 
     def _frozen(self, p: torch.Tensor, name: str) -> torch.Tensor:

@@ -140,7 +140,7 @@ def _synchronize(original: Callable[..., Any], self: Any) -> None:
     if exchange is not None:
         if self._synchronized and not self._handles:
             return
-        exchange.learn_layouts()
+        exchange.meet()
     original(self)
 
 

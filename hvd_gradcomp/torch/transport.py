@@ -12,6 +12,7 @@ from horovod.torch import mpi_ops
 
 from hvd_gradcomp.collectives import Allgather, Allreduce, Request
 from hvd_gradcomp.errors import ConfigurationError, UnsupportedError
+from hvd_gradcomp.wire.payload import JOIN_ADVICE
 
 _ADDS = {"float32": torch.float32, "float16": torch.float16}
 
@@ -60,7 +61,7 @@ class HorovodTransport:
         return handle()
 
 
-def wait(handle: int) -> Any:
+def wait(handle: int | None) -> Any:
     """Horovod's `synchronize`, with a clearer word where a worker has called `hvd.join()` or compresses otherwise.
 
     Raises:
@@ -79,7 +80,6 @@ def wait(handle: int) -> Any:
         if "Join" not in str(error):
             raise
         raise UnsupportedError(
-            f"Horovod said: {error}. A worker called hvd.join() while others still exchange compressed gradients, and "
-            "a worker that has joined cannot take part in their allgather. Give every worker the same number of "
-            "batches (repeat or drop the last ones), or use compression=NoCompression or FP16, which join supports"
+            f"Horovod said: {error}. A worker called hvd.join() while others still exchange compressed gradients: "
+            f"{JOIN_ADVICE}"
         ) from error

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvd_gradcomp.errors import ConfigurationError, PayloadError
+from hvd_gradcomp.errors import ConfigurationError, PayloadError, UnsupportedError
 from hvd_gradcomp.ops import Array, Ops
 from hvd_gradcomp.wire.parts import Reader, write
 
@@ -17,6 +17,10 @@ VERSION = 1
 HEADER = struct.Struct("<2sBBII")
 CHECKSUM = struct.Struct("<I")
 SUMS = struct.Struct("<II")
+JOIN_ADVICE = (
+    "a worker that has joined cannot take part in an exchange of payloads. Give every worker the same number of "
+    "batches (repeat or drop the last ones), or use compression=NoCompression or FP16, which join supports"
+)
 _HEADER_BYTES = HEADER.size + CHECKSUM.size
 _NON_FINITE = 1
 
@@ -54,6 +58,7 @@ def split_payloads(ops: Ops, gathered: Array, ranks: Sequence[int], fingerprint:
 
     Raises:
         PayloadError: some rank's bytes are corrupt or of another format; the message names the rank.
+        UnsupportedError: some rank has left the job by `hvd.join()`; the message names the rank.
         ConfigurationError: some ranks sent a payload of another configuration; the message names them.
     """
     payloads: list[Received] = []
@@ -86,6 +91,10 @@ def _read_payload(reader: Reader, rank: int, before: int | None) -> tuple[int, R
     magic, version, flags, fingerprint, length = HEADER.unpack(head[: HEADER.size])
     # Where a payload ends is known from its header alone, so bytes too many would be found in the next header.
     other = "" if before is None else f" (or rank {before} sent more bytes than its header says)"
+    if not any(head):
+        raise UnsupportedError(
+            f"rank {rank} sent zeros, as Horovod does for a worker that has called hvd.join(): {JOIN_ADVICE}"
+        )
     if magic != MAGIC:
         raise PayloadError(f"it begins with {magic!r} instead of {MAGIC!r}{other}")
     if version != VERSION:

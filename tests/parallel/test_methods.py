@@ -33,6 +33,11 @@ SPECS = [
     "powersgd(rank=2)",
     "powersgd(rank=1, granularity=model, memory=dgc)",
     "sketch(ratio=0.005, rows=3)",
+    "onebit",
+    "linear(bits=4)",
+    "natural(memory=ef)",
+    "terngrad_sum(memory=ef)",
+    "topk(ratio=0.05) >> dynamic8",
 ]
 
 

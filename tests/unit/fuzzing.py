@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from arrays import array_of, as_numpy, gradient
 
-from hvd_gradcomp.compressors import Compressor, Context, TopK
+from hvd_gradcomp.compressors import Compressor, Context, RandomK, TopK
 from hvd_gradcomp.errors import ConfigurationError, PayloadError
 from hvd_gradcomp.ops import Ops, backend
 from hvd_gradcomp.wire.parts import Reader
@@ -126,8 +126,8 @@ def main() -> None:
     from value_codes import FORMATS
 
     runs = int(sys.argv[1])
-    for seed, code in enumerate(FORMATS):
-        for method in (code, TopK(0.3) >> code):
+    for seed, methods in enumerate([*((code, TopK(0.3) >> code) for code in FORMATS), (RandomK(0.3),)]):
+        for method in methods:
             began = time.time()
             report = fuzz(method, runs, seed)
             refused = fuzz_payload(method, runs, seed)

@@ -66,6 +66,24 @@ def test_huge_values_stay_finite(code: ValueCode, ops: Ops) -> None:
 
 
 @all_codes
+@pytest.mark.parametrize("kind", ["subnormals", "wild", "normal", "ties"])
+def test_no_byte_depends_on_subnormal_numbers(code: ValueCode, ops: Ops, kind: str) -> None:
+    """TensorFlow takes them for zero, in what goes into an operation and in what comes out."""
+    values = gradient(kind, (1000,), 8)
+    # Scales down to where results are subnormal although values are not.
+    values = np.concatenate([values * np.float32(scale) for scale in (1, 1e-10, 1e-25, 1e-30, 1e-36)])
+    expected = bits_of(coded(code, ops, values)[0])
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormal numbers")
+    try:
+        assert np.float32(1e-30) * np.float32(1e-10) == 0
+        data, _ = coded(code, ops, values)
+    finally:
+        torch.set_flush_denormal(False)
+    assert bits_of(data) == expected
+
+
+@all_codes
 def test_the_residual_is_what_the_receiver_lacks(code: ValueCode, ops: Ops) -> None:
     x = gradient("normal", (500,), 3)
     for method in (code, TopK(0.1) >> code):

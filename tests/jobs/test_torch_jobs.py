@@ -1,0 +1,162 @@
+"""What goes wrong in a job is found soon, and said on every worker. These tests launch jobs of their own.
+
+One job goes through all scenarios that leave Horovod working; a worker that dies ends its job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import pytest
+
+pytestmark = pytest.mark.timeout(2 * 180)
+
+WORKERS = 3
+#: Within these seconds every worker has to know.
+LIMIT = 10
+#: What a job may take in all before it counts as hanging.
+JOB_LIMIT = 150
+
+#: Scenarios in which the last worker differs -> what the others are told.
+DIFFERENCES = {
+    "ratios_differ": r"rank 2 has compression = .*ratio=0.02",
+    "one_adds": "rank 2 has compression = 'fp16'",
+    "thresholds_differ": r"rank 2 has .*dense_below=2000",
+    "one_threshold_is_above_everything": r"rank 2 has .*dense_below=1000000",
+    "operations_differ": "rank 2 has op = 'sum'",
+    "groups_differ": "rank 2 has buckets",
+    "shapes_differ": "rank 2 has buckets",
+    "one_lacks_a_parameter": "rank 2 has buckets",
+}
+#: Scenarios -> the ranks with a compression of Horovod's own.
+STOCK = {"one_is_stock": {2}, "all_but_one_are_stock": {0, 1}, "one_sends_all": set()}
+CORRUPT = ("corrupt_payload", "short_payload")
+JOIN_ERRORS = {
+    "join_before_allreduce": "no process set holds exactly",
+    "join_gather": r"called hvd\.join\(\)",
+}
+JOIN_WORKS = ("join_fp16", "join_none")
+# Jobs of their own: what errors leave waiting in Horovod would seem to be complete when a worker joins, and Horovod
+# is not itself any more when an allgather has met a worker that had joined.
+JOBS = ([*JOIN_WORKS, *JOIN_ERRORS], [*DIFFERENCES, "layouts_differ", *STOCK, *CORRUPT, "all_is_well"])
+
+Outcomes = dict[str, list[dict[str, Any]]]
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    defaults = {
+        "OMP_NUM_THREADS": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        # A scenario that hangs is named, and a later one that needs its workers fails.
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "15",
+    }
+    return {**defaults, **os.environ, "PATH": path}
+
+
+def launch(scenarios: list[str], folder: Path, over: str) -> tuple[int, Outcomes]:
+    """Run scenarios; the launcher's status, and how each ended on each worker ({} where it could not say)."""
+    horovodrun = [str(Path(sys.executable).with_name("horovodrun")), f"--{over}", "-np", str(WORKERS)]
+    script = str(Path(__file__).with_name("scenarios.py"))
+    log = folder / "log"
+    status = -1
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            [*horovodrun, sys.executable, script, str(folder), *scenarios],
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            status = process.wait(timeout=JOB_LIMIT)
+        except subprocess.TimeoutExpired:
+            # The launcher ends its workers when it is asked to end.
+            process.terminate()
+            process.wait(timeout=20)
+    print(log.read_text(errors="replace")[-6000:])
+    found = {
+        name: [json.loads(path.read_text()) if path.exists() else {} for path in paths]
+        for name in scenarios
+        for paths in [[folder / f"{name}-{rank}.json" for rank in range(WORKERS)]]
+    }
+    return status, found
+
+
+LAUNCHERS = ["mpi", "gloo"] if hvd.mpi_built() else ["gloo"]
+
+
+@pytest.fixture(scope="module", params=LAUNCHERS)
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    found: Outcomes = {}
+    for scenarios in JOBS:
+        found |= launch(scenarios, tmp_path_factory.mktemp(request.param), request.param)[1]
+    return found
+
+
+def assert_failed(outcome: dict[str, Any], error: str, message: str) -> None:
+    assert outcome, "this worker did not come to an end"
+    assert outcome["error"] == error, outcome
+    assert re.search(message, outcome["message"]), outcome["message"]
+    assert outcome["seconds"] < LIMIT
+
+
+@pytest.mark.parametrize("scenario", DIFFERENCES)
+def test_settings_that_differ_are_named_on_every_worker(scenario: str, outcomes: Outcomes) -> None:
+    for rank, outcome in enumerate(outcomes[scenario]):
+        # Each worker names those that differ from itself.
+        assert_failed(outcome, "ConfigurationError", DIFFERENCES[scenario] if rank != 2 else "rank 0 has .*rank 1 has")
+
+
+def test_layouts_that_differ_are_an_error_on_every_worker(outcomes: Outcomes) -> None:
+    for outcome in outcomes["layouts_differ"]:
+        assert_failed(outcome, "ConfigurationError", r"layouts_differ\.table.* sparse on some workers")
+
+
+@pytest.mark.parametrize("scenario", STOCK)
+def test_a_worker_that_does_not_compress_is_an_error_on_every_worker(scenario: str, outcomes: Outcomes) -> None:
+    for rank, outcome in enumerate(outcomes[scenario]):
+        if rank in STOCK[scenario]:
+            assert_failed(outcome, "HorovodInternalError", "Mismatched")
+        else:
+            assert_failed(outcome, "ConfigurationError", r"Mismatched.*Some worker does not compress")
+
+
+@pytest.mark.parametrize("scenario", CORRUPT)
+def test_a_corrupt_payload_names_the_rank_on_every_worker(scenario: str, outcomes: Outcomes) -> None:
+    for outcome in outcomes[scenario]:
+        assert_failed(outcome, "PayloadError", "rank 1 sent")
+
+
+@pytest.mark.parametrize("scenario", JOIN_ERRORS)
+def test_join_is_a_clear_error_where_payloads_are_gathered(scenario: str, outcomes: Outcomes) -> None:
+    """For the workers that go on; the one that has joined waits for them, and goes on when they have joined too."""
+    for outcome in outcomes[scenario][:2]:
+        assert_failed(outcome, "UnsupportedError", JOIN_ERRORS[scenario])
+    assert outcomes[scenario][2]["error"] == ""
+
+
+@pytest.mark.parametrize("scenario", [*JOIN_WORKS, "all_is_well"])
+def test_join_works_where_horovod_adds(scenario: str, outcomes: Outcomes) -> None:
+    assert [outcome.get("error") for outcome in outcomes[scenario]] == ["", "", ""]
+
+
+@pytest.mark.parametrize(("scenario", "over"), [("killed", LAUNCHERS[0]), ("left", LAUNCHERS[-1])])
+def test_a_worker_that_dies_in_the_middle_of_a_step_ends_the_job(scenario: str, over: str, tmp_path: Path) -> None:
+    started = time.monotonic()
+    status, outcomes = launch([scenario], tmp_path, over)
+    assert time.monotonic() - started < JOB_LIMIT
+    assert status != 0
+    assert not any(outcome.get("error") == "" for outcome in outcomes[scenario]), "a worker went on without the others"
