@@ -24,6 +24,7 @@ from hvd_gradcomp.collectives import Allgather, Allreduce, Request
 from hvd_gradcomp.errors import UnsupportedError
 from hvd_gradcomp.ops import Array
 from hvd_gradcomp.tensorflow.host import view
+from hvd_gradcomp.wire.payload import JOIN_ADVICE
 
 _ADDS = ("float32", "float16")
 
@@ -126,7 +127,5 @@ def _wait(handle: Future[tf.Tensor]) -> tf.Tensor:
             raise
         raise UnsupportedError(
             f"Horovod said: {error.message}. A worker called hvd.join() while others still exchange compressed "
-            "gradients, and a worker that has joined cannot take part in their allgather. Give every worker the same "
-            "number of batches (repeat or drop the last ones), or use compression=NoCompression or FP16, which join "
-            "supports"
+            f"gradients: {JOIN_ADVICE}"
         ) from error
