@@ -35,7 +35,9 @@ def residuals(variables: Sequence[Any]) -> Residuals:
     Each worker has residuals of its own and writes a checkpoint of its own.
     """
     inner = [tensorflow_variable(each) for each in variables]
-    return Residuals(inner, paths_of(inner))
+    named = zip(inner, paths_of(inner), strict=True)
+    usable = [(each, path) for each, path in named if each.dtype.is_floating and each.shape.is_fully_defined()]
+    return Residuals([each for each, _ in usable], [path for _, path in usable])
 
 
 def residual_state_dict(owner: Any) -> dict[str, object]:

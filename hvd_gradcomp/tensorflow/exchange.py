@@ -56,7 +56,9 @@ class GradientExchange:
         self.engine = self._make_engine(variables, scope)
         self.presence = Presence(self.engine, self.paths)
         self.residuals = Residuals(
-            [variables[place] for place in self.compressed], [self.paths[place] for place in self.compressed]
+            [variables[place] for place in self.compressed],
+            [self.paths[place] for place in self.compressed],
+            settings.compressor.memory.parts,
         )
         # Two graphs that share this exchange may run at the same time.
         self._lock = threading.Lock()

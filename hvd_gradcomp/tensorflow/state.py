@@ -35,10 +35,20 @@ class Kept(tf.Module):
 
     def __init__(self, size: int, device: str) -> None:
         super().__init__()
+        self._size = size
+        self._device = device
+        self.parts: dict[str, tf.Variable] = {}
         with tf.device(device):
-            self.parts = {_RESIDUAL: tf.Variable(tf.zeros([size]), trainable=False, name=_RESIDUAL)}
             self.step = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
         self.in_use: frozenset[str] = frozenset()
+        self.create([_RESIDUAL])
+
+    def create(self, parts: Sequence[str]) -> None:
+        """Make the variables of these parts of a memory: zero, or as a checkpoint says that was restored before."""
+        with tf.device(self._device):
+            for part in parts:
+                if part not in self.parts:
+                    self.parts[part] = tf.Variable(tf.zeros([self._size]), trainable=False, name=part)
 
     @property
     def residual(self) -> tf.Variable:
@@ -78,13 +88,21 @@ class Residuals(tf.Module):
     many workers goes on as if it had never stopped. For one file that serves any number of workers, see
     `residual_state_dict`.
 
+    Args:
+        variables: for which.
+        paths: what they are called.
+        parts: what the memory keeps of each.
+
     Attributes:
         by_path: path -> what is kept for that variable.
     """
 
-    def __init__(self, variables: Sequence[tf.Variable], paths: Sequence[str]) -> None:
+    def __init__(self, variables: Sequence[tf.Variable], paths: Sequence[str], parts: Sequence[str] = ()) -> None:
         super().__init__()
-        self.by_path = {path: _kept_of(each) for path, each in zip(paths, variables, strict=True)}
+        # A function that is being traced would be traced once more if it saw a new variable on its own thread.
+        with ThreadPoolExecutor(1) as thread:
+            kept = thread.submit(lambda: [_kept_of(variable, parts) for variable in variables]).result()
+        self.by_path = dict(zip(paths, kept, strict=True))
 
     def read(self) -> tuple[dict[str, dict[str, Array]], int]:
         """Copies of what there is, path -> part -> array, and the step, which schedules and shared draws go by."""
@@ -99,13 +117,12 @@ class Residuals(tf.Module):
             each.step.assign(step)
 
 
-def _kept_of(variable: tf.Variable) -> Kept:
-    found = getattr(variable, _ATTRIBUTE, None)
+def _kept_of(variable: tf.Variable, parts: Sequence[str]) -> Kept:
+    found: Kept | None = getattr(variable, _ATTRIBUTE, None)
     if found is None:
-        # A function that is being traced would be traced once more if it saw a new variable on its own thread.
-        with ThreadPoolExecutor(1) as thread:
-            found = thread.submit(Kept, variable.shape.num_elements(), variable.device).result()
+        found = Kept(variable.shape.num_elements(), variable.device)
         setattr(variable, _ATTRIBUTE, found)
+    found.create(parts)
     return found
 
 

@@ -66,7 +66,7 @@ def test_both_doors_send_the_same_bytes(monkeypatch, compression, steps):
     optimizer = optimizer_for(params, compression)
     compressed = [name for name, v in own.items() if compression.takes(int(np.prod(v.shape)))]
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(given: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         return reduced(own, given, compression)
 
@@ -175,7 +175,7 @@ def test_gradients_of_embeddings(as_dense):
     table = tf.Variable(tf.ones((100, 32)), name="table")
     ids = tf.constant([hvd.rank(), 50, 50])
 
-    @tf.function
+    @tf.function(autograph=False)
     def step() -> Any:
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(tf.gather(table, ids))
