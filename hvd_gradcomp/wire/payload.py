@@ -93,7 +93,7 @@ def _read_payload(reader: Reader, rank: int, before: int | None) -> tuple[int, R
     other = "" if before is None else f" (or rank {before} sent more bytes than its header says)"
     if not any(head):
         raise UnsupportedError(
-            f"rank {rank} sent zeros, as Horovod does for a worker that has called hvd.join(): {JOIN_ADVICE}"
+            f"rank {rank} sent zeros{other}, as Horovod does for a worker that has called hvd.join(): {JOIN_ADVICE}"
         )
     if magic != MAGIC:
         raise PayloadError(f"it begins with {magic!r} instead of {MAGIC!r}{other}")

@@ -20,7 +20,7 @@ from steps import engines_of, parameters_of
 from hvd_gradcomp.collectives import Allgather, Allreduce, Request
 from hvd_gradcomp.compressors import FP16, Compressor, Context, Int8, TopK, TopKInt8
 from hvd_gradcomp.engine import Engine, Parameter
-from hvd_gradcomp.errors import ConfigurationError, GradcompError, PayloadError
+from hvd_gradcomp.errors import ConfigurationError, GradcompError, PayloadError, UnsupportedError
 from hvd_gradcomp.ops import Ops, ops_for
 from hvd_gradcomp.wire.frame import write_frame
 from hvd_gradcomp.wire.payload import CHECKSUM, HEADER, write_payload
@@ -109,9 +109,17 @@ def test_payloads_cut_short_or_too_long(ops, compressor, victim):
     rank = Cluster(WORKERS).ranks[victim]
     for cut in (1, 3, 4, 20):
         assert_named(tampered(compressor, ops, victim, lambda payload, cut=cut: payload[:-cut]), rank)
-    for extra in (b"\0", b"\0\0\0\0", b"HG", bytes(40)):
+    for extra in (b"\0", b"\0\0\0\0", b"HG"):
         added = list(extra)
         assert_named(tampered(compressor, ops, victim, lambda payload, added=added: [*payload, *added]), rank)
+
+
+@pytest.mark.parametrize("victim", range(WORKERS))
+def test_zeros_behind_a_payload_are_no_worker_that_joined_unnamed(ops, victim):
+    """A header of zeros is what Horovod sends for a joined worker, and what zeros behind a payload look like."""
+    rank = Cluster(WORKERS).ranks[victim]
+    error = PayloadError if victim == WORKERS - 1 else UnsupportedError
+    assert_named(tampered(TopKInt8(ratio=0.1), ops, victim, lambda payload: [*payload, *bytes(40)]), rank, error)
 
 
 def test_a_payload_of_another_format_version(ops):
