@@ -5,7 +5,8 @@
     tape = hvd.DistributedGradientTape(tape, compression=TopKInt8)
 
 Importing this module registers the compressors with Horovod (see `register`); no file of Horovod is changed. Set
-HVD_GRADCOMP_REGISTER=0 to import it without. For Keras 3 see `hvd_gradcomp.tensorflow.keras`.
+HVD_GRADCOMP_REGISTER=0 to import it without, and use its own `DistributedGradientTape` instead. For Keras 3 there is
+`hvd_gradcomp.tensorflow.keras`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from hvd_gradcomp.tensorflow.checkpoint import (
     residual_state_dict,
     residuals,
 )
-from hvd_gradcomp.tensorflow.registration import register, unregister
+from hvd_gradcomp.tensorflow.registration import DistributedGradientTape, register, unregister
 
 __all__ = [
     "BF16",
@@ -58,6 +59,7 @@ __all__ = [
     "Compressor",
     "ConfigurationError",
     "CountSketch",
+    "DistributedGradientTape",
     "Dynamic8",
     "ErrorFeedback",
     "GradcompError",

@@ -42,6 +42,18 @@ def unregister() -> None:
     _originals.clear()
 
 
+@functools.wraps(hvd.DistributedGradientTape)
+def DistributedGradientTape(*args: Any, **kwargs: Any) -> tf.GradientTape:  # noqa: N802  (Horovod's name)
+    # Horovod copies its methods into a new class for each tape, so registering for this moment is enough.
+    was_registered = bool(_originals)
+    register()
+    try:
+        return hvd.DistributedGradientTape(*args, **kwargs)
+    finally:
+        if not was_registered:
+            unregister()
+
+
 def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
     original = getattr(owner, name)
     _originals[owner, name] = original

@@ -16,6 +16,7 @@ from tensorflow_workers import EVEN, own_process_sets, reduced, variables
 from hvd_gradcomp.tensorflow import (
     DGC,
     ConfigurationError,
+    DistributedGradientTape,
     Int8,
     TopKInt8,
     load_residual_state_dict,
@@ -88,6 +89,10 @@ def test_horovod_is_as_it_was_with_its_own_compressions():
     unregister()
     try:
         assert hvd._make_allreduce_grads_fn is inspect.unwrap(made)
+        tape = DistributedGradientTape(tf.GradientTape(), compression=TopKInt8(ratio=1.0))
+        assert hvd._make_allreduce_grads_fn is inspect.unwrap(made)
+        (found,) = tape._allreduce_grads([tf.fill([2000], 1.0 + hvd.rank())], [own["w"]])
+        assert float(found[0]) == pytest.approx(np.mean(1.0 + np.arange(hvd.size())), rel=1e-2)
     finally:
         register()
 
