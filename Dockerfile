@@ -39,7 +39,10 @@ RUN set -eu; \
     apt-get update -qq; \
     PIP_NO_CACHE_DIR=1 EXTRAS="$EXTRAS" scripts/environment.sh; \
     .venv/bin/pip uninstall -q -y cmake ninja
+COPY setup.py MANIFEST.in ./
 COPY hvd_gradcomp hvd_gradcomp
+# Once more, now that there are native kernels to compile.
+RUN .venv/bin/pip install --quiet --no-build-isolation --no-deps -e .
 COPY examples examples
 
 FROM ${BASE}

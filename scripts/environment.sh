@@ -21,8 +21,21 @@ ingredients() {
     command -v mpicxx || true
     env | grep '^HOROVOD_' | sort || true
 }
+
+# An editable package has its native kernels compiled beside its sources: again when those have changed since.
+kernels_are_current() {
+    local sources=hvd_gradcomp/ops/native/csrc built
+    [ -d $sources ] || return 0 # an image is made before the code is there
+    built=$(find hvd_gradcomp/ops/native -name '_kernels*.so' | head -n 1)
+    [ -n "$built" ] && [ -z "$(find $sources setup.py -newer "$built" | head -n 1)" ]
+}
+
 wanted=$(ingredients | sha256sum)
 if [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+    kernels_are_current || {
+        say "compiling the native kernels"
+        "$venv/bin/python" -m pip install --quiet --no-input --no-build-isolation --no-deps -e .
+    }
     exit 0
 fi
 

@@ -28,12 +28,14 @@ class Context:
         workers: how many workers exchange.
         name: the parameter's name, the same on all workers.
         step: how many exchanges this parameter has had, the same on all workers.
+        candidates: what `ops.correct` found in the vector to compress when asked for the compressor's `wanted(size)`.
     """
 
     rank: int = 0
     workers: int = 1
     name: str = ""
     step: int = 0
+    candidates: object = field(default=None, compare=False, repr=False)
 
     def key(self, seed: int) -> int:
         """64 bits for `Ops.uniform`: draws of this worker's own, new at every step."""
@@ -194,6 +196,21 @@ class Compressor:
             PayloadError: the frame is not one that this compressor could have written for n elements.
         """
         raise NotImplementedError
+
+    def decode_mean(self, ops: Ops, frames: Sequence[Reader], out: Array, divisor: int) -> Array | None:
+        """The sum of what the next frame of each reader decodes to, divided by `divisor`, in one pass over `out`.
+
+        Args:
+            out: float32, shape (n,), to be overwritten.
+
+        Returns:
+            None where there is no such way, or the bytes are wrong: `decode_add` tells which, frame by frame.
+        """
+        return None
+
+    def wanted(self, size: int) -> int:
+        """How many of the largest magnitudes of a tensor of `size` elements `encode` will ask for; 0 for none."""
+        return 0
 
     def combine(self, ops: Ops, total: Array, workers: int) -> Array:
         """What takes the place of the workers' sum, given the sum of what their frames decode to: by default, that sum.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -46,7 +46,22 @@ class ValueCode(Compressor):
         """Bits a value, everything included."""
         raise NotImplementedError
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its bytes are one of this package's formats, so that a kernel may read them."""
+        return type(self).decode_values is ValueCode.decode_values
+
+    def encode_at_once(self, ops: Ops, x: Array, positions: Array | None) -> Array | None:
+        """The frame of the values of `x` at `positions` (None: all), with the residual left in `x`, by one kernel.
+
+        None, with `x` unchanged, where there is no such kernel.
+        """
+        return None
+
     def encode(self, ops: Ops, x: Array, context: Context) -> tuple[Array, Array]:
+        at_once = self.encode_at_once(ops, x, None)
+        if at_once is not None:
+            return at_once, x
         coded, decoded = self.encode_values(ops, x, context)
         return (
             write_frame(ops, SPARSE_FRAME, len(x), len(x), encode_positions(ops, None, len(x), x), coded),
@@ -54,7 +69,10 @@ class ValueCode(Compressor):
         )
 
     def decode_add(self, ops: Ops, frames: Reader, out: Array) -> Array:
-        return decode_sparse(ops, frames, out, self.decode_values)
+        return decode_sparse(ops, frames, out, self)
+
+    def decode_mean(self, ops: Ops, frames: Sequence[Reader], out: Array, divisor: int) -> Array | None:
+        return mean_sparse(ops, frames, out, divisor, self)
 
     def expected_bytes(self, size: int) -> float:
         return self.value_bits() * size / 8
@@ -75,6 +93,10 @@ class Sparsifier(Compressor):
     def scale(self, size: int) -> float:
         """What the selected of `size` values are multiplied by before they are sent."""
         return 1.0
+
+    def is_plain(self, size: int) -> bool:
+        """Whether the selected of `size` values travel as they are, behind coded positions, as kernels write them."""
+        return self.scale(size) == 1 and type(self).encode_positions is Sparsifier.encode_positions
 
     def position_bits(self, size: int) -> float:
         """About how many bits the position of a sent value costs."""
@@ -98,7 +120,10 @@ class Sparsifier(Compressor):
         return encode_sparse(ops, x, self, None, context)
 
     def decode_add(self, ops: Ops, frames: Reader, out: Array) -> Array:
-        return decode_sparse(ops, frames, out, decode_values)
+        return decode_sparse(ops, frames, out, None)
+
+    def decode_mean(self, ops: Ops, frames: Sequence[Reader], out: Array, divisor: int) -> Array | None:
+        return mean_sparse(ops, frames, out, divisor, None)
 
     def expected_bytes(self, size: int) -> float:
         return self.kept(size) * (self.position_bits(size) + 32) / 8
@@ -130,6 +155,9 @@ class Chain(Compressor):
         object.__setattr__(self, "votes", self.code.votes)
         super().__post_init__()
 
+    def wanted(self, size: int) -> int:
+        return self.sparsifier.wanted(size)
+
     def at(self, step: int) -> Compressor:
         return self.sparsifier.at(step) >> self.code
 
@@ -137,7 +165,7 @@ class Chain(Compressor):
         return encode_sparse(ops, x, self.sparsifier, self.code, context)
 
     def decode_add(self, ops: Ops, frames: Reader, out: Array) -> Array:
-        return decode_sparse(ops, frames, out, self.code.decode_values)
+        return decode_sparse(ops, frames, out, self.code)
 
     def summands(self, ops: Ops, x: Array, context: Context) -> tuple[Array, Array]:
         if self.code.meets == "dense":
@@ -156,6 +184,9 @@ class Chain(Compressor):
     def positions_sent(self, ops: Ops, frame: Array | None, like: Array, context: Context) -> Array | None:
         return self.sparsifier.positions_sent(ops, frame, like, context)
 
+    def decode_mean(self, ops: Ops, frames: Sequence[Reader], out: Array, divisor: int) -> Array | None:
+        return mean_sparse(ops, frames, out, divisor, self.code)
+
     def combine(self, ops: Ops, total: Array, workers: int) -> Array:
         return self.code.combine(ops, total, workers)
 
@@ -172,6 +203,10 @@ def encode_sparse(
     """The frame of the values of `x` that `sparsifier` selects, and the residual, made in the memory of `x`."""
     size = len(x)
     positions = sparsifier.select(ops, x, context)
+    if code is not None and sparsifier.is_plain(size):
+        at_once = code.encode_at_once(ops, x, positions)
+        if at_once is not None:
+            return at_once, x
     values = ops.take(x, positions)
     scaled = values * sparsifier.scale(size) if sparsifier.scale(size) != 1 else values
     if code is None:
@@ -184,17 +219,34 @@ def encode_sparse(
     return frame, ops.put(x, positions, left)
 
 
-def decode_sparse(ops: Ops, frames: Reader, out: Array, decode: Callable[[Reader, int], Array]) -> Array:
+def decode_sparse(ops: Ops, frames: Reader, out: Array, code: ValueCode | None) -> Array:
     """Add the values of the next frame onto `out` (float32) at their positions; the reverse of `encode_sparse`.
 
     Args:
-        decode: `ValueCode.decode_values` of the code they were written in.
+        code: what they were written in; None for float32.
     """
+    if code is None or code.is_plain:
+        end = ops.decode_add(frames.data, frames.position, out)
+        if end is not None:
+            frames.position = end
+            return out
     body, count = read_frame(frames, SPARSE_FRAME, len(out))
     positions = decode_positions(body, len(out), count)
-    values = decode(body, count)
+    values = code.decode_values(body, count) if code else decode_values(body, count)
     body.end()
     return ops.accumulate(out, values) if positions is None else ops.put_add(out, positions, values)
+
+
+def mean_sparse(ops: Ops, frames: Sequence[Reader], out: Array, divisor: int, code: ValueCode | None) -> Array | None:
+    """The frames of all workers added and divided at once; see `Compressor.decode_mean`."""
+    if code is not None and not code.is_plain:
+        return None
+    ends = ops.decode_mean([(each.data, each.position) for each in frames], out, divisor)
+    if ends is None:
+        return None
+    for each, end in zip(frames, ends, strict=True):
+        each.position = end
+    return out
 
 
 def sparse_positions(ops: Ops, frame: Array, size: int) -> Array | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hvd_gradcomp.compressors.base import Context
+from hvd_gradcomp.compressors.blocks import length_of
 from hvd_gradcomp.compressors.chain import ValueCode
 from hvd_gradcomp.compressors.linear import Linear
 from hvd_gradcomp.ops import Array, Ops
@@ -36,7 +37,10 @@ class Int8(ValueCode):
         self._linear()
 
     def value_bits(self) -> float:
-        return self._linear().value_bits()
+        return 8 + 32 / length_of(self.block)
+
+    def encode_at_once(self, ops: Ops, x: Array, positions: Array | None) -> Array | None:
+        return ops.encode_sparse8(x, positions, length_of(self.block))
 
     def encode_values(self, ops: Ops, values: Array, context: Context) -> tuple[Array, Array]:
         return self._linear().encode_values(ops, values, context)

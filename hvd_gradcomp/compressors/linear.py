@@ -67,6 +67,10 @@ class Linear(ValueCode):
 
     def encode_values(self, ops: Ops, values: Array, context: Context) -> tuple[Array, Array]:
         block, most = length_of(self.block), (1 << (self.bits - 1)) - 1
+        if most == MOST_LEVELS and self.rounding == "nearest":
+            at_once = ops.encode_linear8(values, block)
+            if at_once is not None:
+                return at_once
         largest = block_max(ops, ops.abs(values), block)
         steps = usable(ops, ops.divide(ops.clip(largest, 0.0, LARGEST), most))
         key = context.key(self.seed) if self.rounding == "stochastic" else None

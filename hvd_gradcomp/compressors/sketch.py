@@ -10,7 +10,6 @@ from typing import ClassVar
 from hvd_gradcomp.collectives import Allreduce, Exchange, Transport
 from hvd_gradcomp.compressors.base import Compressor, Item, Sent
 from hvd_gradcomp.compressors.marks import MARKS, Verdict, marks, verdict
-from hvd_gradcomp.compressors.topk import top_positions
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.feedback.memory import number, require_number
 from hvd_gradcomp.ops import Array, Ops
@@ -100,9 +99,7 @@ class CountSketch(Compressor):
             size = len(item.x)
             totals.append(ops.copy(part) if hashed is None else ops.zeros(size, "float32", item.x))
             found.append(
-                None
-                if hashed is None
-                else top_positions(ops, ops.abs(estimates(ops, part, hashed, size)), self._kept(size))
+                None if hashed is None else ops.top_positions(estimates(ops, part, hashed, size), self._kept(size))
             )
         values = [ops.take(item.x, places) for item, places in zip(items, found, strict=True) if places is not None]
         if sum(len(each) for each in values):

@@ -17,10 +17,10 @@ from hvd_gradcomp.compressors.marks import MARKS, Verdict, marks, marks_fit, ver
 from hvd_gradcomp.engine.buckets import Parameter
 from hvd_gradcomp.engine.units import Unit, units_of
 from hvd_gradcomp.errors import ConfigurationError, GradcompError, PayloadError
-from hvd_gradcomp.ops import Array, ops_for
+from hvd_gradcomp.ops import Array, Corrected, ops_for
 from hvd_gradcomp.telemetry import BucketCounters
 from hvd_gradcomp.wire.frame import frame_kept
-from hvd_gradcomp.wire.payload import split_payloads, write_payload
+from hvd_gradcomp.wire.payload import Received, split_payloads, write_payload
 
 if TYPE_CHECKING:
     from hvd_gradcomp.engine.engine import Engine
@@ -65,6 +65,8 @@ class Passage:
         # Unit name -> what was sent of it, and so what is to be kept.
         self.kept: dict[str, Sent] = {}
         self.advanced: dict[str, dict[str, Array]] = {}
+        # Units whose totals have been divided on the way.
+        self.scaled: set[str] = set()
         # Small tensors are here only where the memory needs them, and travel whole.
         least = method.dense_below if self.memory.is_momentum and method.meets != "dense" else 0
         large = [each for each in parameters if each.size >= least]
@@ -72,9 +74,8 @@ class Passage:
         self.small = units_of([each for each in parameters if each.size < least], "layer")
         self.units = self.large + self.small
         with counters.timed("compress"):
-            corrected = {each.name: self._corrected(each.name, gradients[each.name]) for each in parameters}
-            self.vectors = {unit.name: unit.join(self.ops, corrected) for unit in self.units}
-            self.finite = all(self.ops.all_finite(x) for x in self.vectors.values())
+            self.vectors = {unit.name: self._corrected(unit, gradients) for unit in self.units}
+            self.finite = all(each.finite for each in self.vectors.values())
 
     def exchange(self) -> Exchange[dict[str, Array]]:
         """Yields requests, receives their results; returns what `Engine.finish` hands out."""
@@ -85,20 +86,29 @@ class Passage:
                 return self._not_finite()
             results: dict[str, Array] = {}
             for unit in self.units:
-                results |= unit.split(self._scaled(totals[unit.name]))
+                total = totals[unit.name]
+                results |= unit.split(total if unit.name in self.scaled else self._scaled(total))
             self._remember()
         return results
 
-    def _corrected(self, name: str, gradient: Array) -> Array:
-        engine = self.engine
-        x, self.advanced[name] = self.memory.correct(
-            self.ops, self.ops.flat32(gradient), engine.state.get(name, {}), engine.transport.workers
-        )
-        return x
+    def _corrected(self, unit: Unit, gradients: Mapping[str, Array]) -> Corrected:
+        """The vector to compress, which has been looked at for what its method wants to know."""
+        ops, memory, state, workers = self.ops, self.memory, self.engine.state, self.engine.transport.workers
+        wanted = self._method_of(unit).wanted(unit.size)
+        alone = len(unit.parameters) == 1
+        looked = {}
+        for name in (parameter.name for parameter in unit.parameters):
+            gradient = ops.flat32(gradients[name])
+            looked[name], self.advanced[name] = (
+                memory.correct_and_look(ops, gradient, state.get(name, {}), workers, wanted)
+                if alone
+                else memory.correct(ops, gradient, state.get(name, {}), workers)
+            )
+        return looked[unit.name] if alone else ops.correct(unit.join(ops, looked), None, wanted)
 
-    def _context(self, unit: Unit) -> Context:
+    def _context(self, unit: Unit, candidates: object = None) -> Context:
         transport = self.engine.transport
-        return Context(transport.rank, transport.workers, unit.name, self.step)
+        return Context(transport.rank, transport.workers, unit.name, self.step, candidates)
 
     def _method_of(self, unit: Unit) -> Compressor:
         return _WHOLE[self.method.sum_kind] if unit in self.small else self.method
@@ -110,11 +120,12 @@ class Passage:
         ops, engine = self.ops, self.engine
         fingerprint = engine.fingerprint(self.parameters)
         with self.counters.timed("compress"):
-            like = self.vectors[units[0].name]
+            like = self.vectors[units[0].name].x
             frames = []
             for unit in units if self.finite else ():
-                method, x = self._method_of(unit), self.vectors.pop(unit.name)
-                frame, residual = method.encode(ops, x, self._context(unit))
+                corrected = self.vectors.pop(unit.name)
+                context = self._context(unit, corrected.candidates)
+                frame, residual = self._method_of(unit).encode(ops, corrected.x, context)
                 frames.append(frame)
                 self._sent(unit, residual, frame)
                 self.counters.kept += frame_kept(ops, frame)
@@ -129,10 +140,7 @@ class Passage:
                 return None
             totals = {}
             for unit in units:
-                out = self._blank(unit, like)
-                for each in received:
-                    out = self._decode_add(unit, each.rank, each.frames, out)
-                totals[unit.name] = self._method_of(unit).combine(ops, out, engine.transport.workers)
+                totals[unit.name] = self._decoded(unit, received, like)
             for each in received:
                 if each.frames.left:
                     raise PayloadError(f"rank {each.rank} sent {each.frames.left} bytes more than its frames need")
@@ -145,7 +153,7 @@ class Passage:
         with self.counters.timed("compress"):
             vectors = []
             for unit in units:
-                vector, residual = self._summands(unit, self.vectors.pop(unit.name))
+                vector, residual = self._summands(unit, self.vectors.pop(unit.name).x)
                 self._sent(unit, residual, None)
                 # One NaN is enough to tell everybody, and limits of a format must not hide an infinity.
                 vectors.append(vector if self.finite else vector + float("nan"))
@@ -187,7 +195,7 @@ class Passage:
         if totals is None or not self.large:
             return totals
         items = [
-            Item(self.vectors.pop(unit.name), unit.shape, self._context(unit), engine.state.get(unit.name, {}))
+            Item(self.vectors.pop(unit.name).x, unit.shape, self._context(unit), engine.state.get(unit.name, {}))
             for unit in self.large
         ]
         sent = yield from self._counting(self.method.exchange(ops, items, engine.transport))
@@ -221,6 +229,22 @@ class Passage:
         method = self._method_of(unit)
         return (x, None) if method.meets == "dense" else method.summands(self.ops, x, self._context(unit))
 
+    def _decoded(self, unit: Unit, received: Sequence[Received], like: Array) -> Array:
+        """What all workers sent of a unit: at once where there is a kernel for it, else frame by frame."""
+        method, workers = self._method_of(unit), self.engine.transport.workers
+        out = self._blank(unit, like)
+        # A vote is taken from the sum.
+        if not method.votes:
+            divisor = workers if self.engine.average else 1
+            mean = method.decode_mean(self.ops, [each.frames for each in received], out, divisor)
+            if mean is not None:
+                self.scaled.add(unit.name)
+                return mean
+        out = self.ops.clear(out)
+        for each in received:
+            out = self._decode_add(unit, each.rank, each.frames, out)
+        return method.combine(self.ops, out, workers)
+
     def _decode_add(self, unit: Unit, rank: int, frames: Any, out: Array) -> Array:
         try:
             return self._method_of(unit).decode_add(self.ops, frames, out)
@@ -233,11 +257,11 @@ class Passage:
         return self.ops.divide(total, self.engine.transport.workers) if self.engine.average else total
 
     def _blank(self, unit: Unit, like: Array) -> Array:
-        """Zeros to decode into: the old residual's memory where there is one, which the new one does not use."""
+        """Memory to decode into, holding anything: the old residual's, if any, which the new one does not use."""
         old = self.engine.state.get(unit.name, {})
         if len(unit.parameters) > 1 or "residual" not in old:
             return self.ops.zeros(unit.size, "float32", like)
-        return self.ops.clear(old.pop("residual"))
+        return old.pop("residual")
 
     def _sent(self, unit: Unit, residual: Array | None, frame: Array | None) -> None:
         """Note what this worker has sent of a unit, for `_remember`."""

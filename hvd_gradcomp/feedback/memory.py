@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hvd_gradcomp.errors import ConfigurationError
-from hvd_gradcomp.ops import Array, Ops
+from hvd_gradcomp.ops import Array, Corrected, Ops
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,13 @@ class Memory:
             float32, shape (n,); and part -> float32 (n,), in memory that shares nothing with the first.
         """
         raise NotImplementedError
+
+    def correct_and_look(
+        self, ops: Ops, gradient: Array, state: Mapping[str, Array], workers: int, wanted: int
+    ) -> tuple[Corrected, dict[str, Array]]:
+        """`correct`, and what `Ops.correct` sees of the vector, which a memory that only adds has in one pass."""
+        x, advanced = self.correct(ops, gradient, state, workers)
+        return ops.correct(x, None, wanted), advanced
 
     def update(
         self, ops: Ops, advanced: dict[str, Array], residual: Array | None, sent: Array | None
@@ -122,6 +129,13 @@ class ErrorFeedback(Memory):
             return gradient, {}
         residual = state["residual"]
         return ops.accumulate(gradient, residual if self.decay == 1 else residual * self.decay), {}
+
+    def correct_and_look(
+        self, ops: Ops, gradient: Array, state: Mapping[str, Array], workers: int, wanted: int
+    ) -> tuple[Corrected, dict[str, Array]]:
+        if self.decay != 1:
+            return super().correct_and_look(ops, gradient, state, workers, wanted)
+        return ops.correct(gradient, state.get("residual"), wanted), {}
 
     def update(
         self, ops: Ops, advanced: dict[str, Array], residual: Array | None, sent: Array | None

@@ -4,7 +4,7 @@ Everything above this room is written against `Ops`, and so runs on numpy, torch
 The numpy class is the reference: the others must give the same bytes for the same input.
 """
 
-from hvd_gradcomp.ops.base import Array, Ops
+from hvd_gradcomp.ops.base import Array, Corrected, Ops
 from hvd_gradcomp.ops.registry import backend, ops_for
 
-__all__ = ["Array", "Ops", "backend", "ops_for"]
+__all__ = ["Array", "Corrected", "Ops", "backend", "ops_for"]

@@ -9,15 +9,30 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from hvd_gradcomp.ops import philox
+from hvd_gradcomp.ops import philox, selection
 
 # An array of any backend. The backends share no base class that a type checker could name.
 Array = Any
 
 #: The float formats that can travel, with their size in bytes.
 FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class Corrected(NamedTuple):
+    """A gradient with its residual added, and what was seen of it in the same pass.
+
+    Attributes:
+        x: float32, shape (n,).
+        finite: whether no value is NaN or infinite.
+        candidates: where the largest magnitudes are, for `Ops.top_positions` at these values; None when nobody looked.
+            It saves time and never changes what is selected.
+    """
+
+    x: Array
+    finite: bool
+    candidates: object = None
 
 
 class Ops(ABC):
@@ -256,3 +271,69 @@ class Ops(ABC):
     @abstractmethod
     def dtype_of(self, x: Array) -> str:
         """The dtype's plain name, such as "float32"."""
+
+    # -- several steps at once ------------------------------------------------------------------------------------
+    #
+    # A backend with kernels of its own overrides these (ops/native). What is left out here is said step by step where
+    # it belongs: `None` asks the caller to take these steps. Either way the bytes are the same.
+
+    def correct(self, gradient: Array, residual: Array | None, wanted: int) -> Corrected:
+        """`gradient + residual` (or `gradient` alone), checked, and searched for the `wanted` largest magnitudes.
+
+        Args:
+            gradient: float32, shape (n,); its memory may be reused.
+            residual: float32, shape (n,), not changed; or None.
+            wanted: the k of a later `top_positions`; 0 when there will be none.
+        """
+        x = gradient if residual is None else self.accumulate(gradient, residual)
+        return Corrected(x, self.all_finite(x))
+
+    def top_positions(self, x: Array, k: int, candidates: object = None) -> Array:
+        """The positions of the k values of largest magnitude, ascending; see `ops/selection.py`.
+
+        Args:
+            x: float32, shape (n,), all finite, 1 <= k <= n.
+            candidates: what `correct` found with `wanted = k`, if these are still its values.
+        """
+        return selection.top_positions(self, self.abs(x), k)
+
+    def encode_positions(self, positions: Array, size: int) -> Array | None:
+        """What `wire.positions.encode_positions` writes for int64 `positions`, as uint8."""
+        return None
+
+    def decode_positions(self, data: Array, start: int, size: int, count: int) -> tuple[Array, int] | None:
+        """What `wire.positions.decode_positions` reads from uint8 `data` at `start`, and where it ends.
+
+        None also where the bytes are wrong, or stand for all positions.
+        """
+        return None
+
+    def encode_linear8(self, values: Array, block: int) -> tuple[Array, Array] | None:
+        """What `compressors.Linear(bits=8, block=block).encode_values` returns for float32 `values`."""
+        return None
+
+    def encode_sparse8(self, x: Array, positions: Array | None, block: int) -> Array | None:
+        """The frame (uint8) of the values of `x` at `positions` (None: all) in the code of `compressors.Int8(block)`.
+
+        The residual is made in the memory of `x`; without a frame, `x` is unchanged.
+        """
+        return None
+
+    def decode_add(self, data: Array, start: int, out: Array) -> int | None:
+        """Add the frame at `start` of uint8 `data` onto `out` (float32) in place; returns where it ends.
+
+        None, with `out` unchanged, where the bytes are wrong or of a kind not known here.
+        """
+        return None
+
+    def decode_mean(self, frames: Sequence[tuple[Array, int]], out: Array, divisor: int) -> list[int] | None:
+        """Overwrite `out` (float32) with the sum of `frames`, in their order, divided by `divisor`, in one pass.
+
+        Args:
+            frames: for each worker, uint8 data and where its frame starts.
+
+        Returns:
+            Where each frame ends. None, with `out` holding anything, where some bytes are wrong or of a kind not known
+            here.
+        """
+        return None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvd_gradcomp.ops.base import Array, Ops
+from hvd_gradcomp.ops.native.kernels import NativeKernels
 
 
 class NumpyOps(Ops):
@@ -193,3 +194,21 @@ class NumpyOps(Ops):
 
     def dtype_of(self, x: Array) -> str:
         return str(x.dtype)
+
+
+class NativeNumpyOps(NativeKernels, NumpyOps):
+    """The same, by the native kernels where they reach."""
+
+    def reachable(self, x: Array, dtype: str, written: bool = False) -> bool:
+        flags = x.flags
+        return bool(x.dtype == dtype and flags.c_contiguous and flags.aligned and (flags.writeable or not written))
+
+    def address(self, x: Array) -> int:
+        start: int = x.__array_interface__["data"][0]
+        return start
+
+    def length(self, x: Array) -> int:
+        return len(x)
+
+    def room(self, count: int, dtype: str, like: Array) -> Array:
+        return np.empty(count, dtype)

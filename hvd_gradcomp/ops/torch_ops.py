@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hvd_gradcomp.ops.base import Array, Ops
+from hvd_gradcomp.ops.native.kernels import NativeKernels
 
 _DTYPES = {
     "float32": torch.float32,
@@ -202,3 +203,19 @@ class TorchOps(Ops):
 def _viewed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # An empty tensor may have a stride of 0, for example one made from numpy, of which torch refuses such a view.
     return x.view(dtype) if len(x) else x.new_empty(0, dtype=dtype)
+
+
+class NativeTorchOps(NativeKernels, TorchOps):
+    """The same, by the native kernels for tensors on the CPU."""
+
+    def reachable(self, x: Array, dtype: str, written: bool = False) -> bool:
+        return x.dtype is _DTYPES[dtype] and x.is_cpu and x.is_contiguous()
+
+    def address(self, x: Array) -> int:
+        return int(x.data_ptr())
+
+    def length(self, x: Array) -> int:
+        return int(x.numel())
+
+    def room(self, count: int, dtype: str, like: Array) -> Array:
+        return torch.empty(count, dtype=_DTYPES[dtype], device=like.device)

@@ -43,6 +43,9 @@ def encode_positions(ops: Ops, positions: Array | None, size: int, like: Array) 
     _require_fit(size)
     if positions is None or len(positions) == size:
         return write(ops, like, HEADER.pack(ALL, 0, 0))
+    at_once = ops.encode_positions(positions, size)
+    if at_once is not None:
+        return at_once
     count = len(positions)
     gaps = _gaps(ops, positions)
     rice_bits, unary_bits = _best_rice(ops, gaps, count, size)
@@ -75,6 +78,10 @@ def decode_positions(reader: Reader, size: int, count: int) -> Array | None:
         PayloadError: the bytes are no valid code for that.
     """
     ops = reader.ops
+    at_once = ops.decode_positions(reader.data, reader.position, size, count)
+    if at_once is not None:
+        positions, reader.position = at_once
+        return positions
     code, rice_bits, unary_bytes = reader.header(HEADER)
     if code == ALL:
         if count != size:
@@ -126,7 +133,8 @@ def _best_rice(ops: Ops, gaps: Array, count: int, size: int) -> tuple[int, int]:
     if not count:
         return 0, 0
     # The best parameter for geometric gaps is near log2(ln 2 * mean gap); clustered positions want a smaller one.
-    guess = int(math.log2(max(1.0, math.log(2) * size / count)))
+    # Its whole part is read off the exponent, which is the same on every machine, unlike a computed logarithm.
+    guess = math.frexp(max(1.0, math.log(2) * size / count))[1] - 1
     best = (2**62, 0, 0)
     for bits in range(max(0, guess - 2), guess + 2):
         unary = count + ops.total(ops.shift_right(gaps, bits))

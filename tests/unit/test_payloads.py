@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp.compressors import Context, TopKInt8
-from hvd_gradcomp.errors import ConfigurationError, PayloadError
+from hvd_gradcomp.errors import ConfigurationError, PayloadError, UnsupportedError
 from hvd_gradcomp.ops import Array, Ops
 from hvd_gradcomp.wire.frame import frame_kept, read_frame, write_frame
 from hvd_gradcomp.wire.parts import Reader, write
@@ -86,10 +86,17 @@ def test_no_changed_payload_passes(ops, data):
             split_payloads(ops, array_of(ops, np.frombuffer(bytes(changed), np.uint8)), [3], 7)
 
 
-@pytest.mark.parametrize("garbage", [b"", b"HG", bytes(16), b"\xff" * 100, b"HG\x01\x00" + b"\xff" * 12])
+@pytest.mark.parametrize(
+    "garbage", [b"", b"HG", bytes(12) + b"HG\x01\x00", b"\xff" * 100, b"HG\x01\x00" + b"\xff" * 12]
+)
 def test_garbage_is_no_payload(ops, garbage):
     with pytest.raises(PayloadError, match="rank 3"):
         split_payloads(ops, array_of(ops, np.frombuffer(garbage, np.uint8)), [3], 7)
+
+
+def test_zeros_are_a_worker_that_has_joined(ops):
+    with pytest.raises(UnsupportedError, match=r"rank 3.*hvd\.join"):
+        split_payloads(ops, array_of(ops, np.zeros(16, np.uint8)), [3], 7)
 
 
 def test_frames_are_checked_against_what_is_expected(ops):

@@ -1,0 +1,193 @@
+// One namespace for each instruction set, and the choice among them when the library is loaded.
+#include "loops.h"
+
+#include "bytes.h"
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define GRADCOMP_X86 1
+#include <immintrin.h>
+#endif
+
+namespace gradcomp {
+
+// -- any processor: SSE2 on x86-64, NEON on 64-bit ARM -----------------------------------------------------------------
+
+namespace baseline {
+#define TARGET
+#include "loops_plain.inc"
+
+// Groups of 16 in which nothing reaches the bound, nearly all when few values are kept, cost no branch an element.
+static size_t scan(float* x, const float* addend, size_t n, uint32_t first, uint32_t bound, uint32_t* positions,
+                   uint32_t* keys, uint32_t* largest) {
+    constexpr size_t kGroup = 16;
+    size_t found = 0;
+    for (size_t start = 0; start < n; start += kGroup) {
+        const size_t length = n - start < kGroup ? n - start : kGroup;
+        const uint32_t top = add(x + start, addend ? addend + start : nullptr, length);
+        *largest = top > *largest ? top : *largest;
+        if (top < bound) continue;
+        for (size_t i = start; i < start + length; ++i) {
+            const uint32_t key = load<uint32_t>(&x[i]) & kMagnitude;
+            positions[found] = first + static_cast<uint32_t>(i);
+            keys[found] = key;
+            found += key >= bound;
+        }
+    }
+    return found;
+}
+#undef TARGET
+}  // namespace baseline
+
+#ifdef GRADCOMP_X86
+
+// -- AVX2 --------------------------------------------------------------------------------------------------------------
+
+namespace avx2 {
+#define TARGET __attribute__((target("avx2,bmi,bmi2,popcnt")))
+#include "loops_plain.inc"
+#include "loops_unfold.inc"
+
+TARGET static inline uint64_t reach(float* x, const float* addend, uint32_t bound, __m256i* top) {
+    const __m256i magnitude = _mm256_set1_epi32(static_cast<int>(kMagnitude));
+    // Magnitudes are less than 2**31, so that a comparison of signed integers does.
+    const __m256i below = _mm256_set1_epi32(static_cast<int>(bound - 1));
+    uint64_t mask = 0;
+    for (int lane = 0; lane < 64; lane += 8) {
+        __m256 value = _mm256_loadu_ps(x + lane);
+        if (addend) {
+            value = _mm256_add_ps(value, _mm256_loadu_ps(addend + lane));
+            _mm256_storeu_ps(x + lane, value);
+        }
+        const __m256i key = _mm256_and_si256(_mm256_castps_si256(value), magnitude);
+        *top = _mm256_max_epu32(*top, key);
+        const __m256i reached = _mm256_cmpgt_epi32(key, below);
+        mask |= static_cast<uint64_t>(static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(reached)))) << lane;
+    }
+    return mask;
+}
+
+TARGET static size_t scan(float* x, const float* addend, size_t n, uint32_t first, uint32_t bound,
+                          uint32_t* positions, uint32_t* keys, uint32_t* largest) {
+    const size_t whole = n - n % 64;
+    __m256i top = _mm256_setzero_si256();
+    size_t found = 0;
+    for (size_t i = 0; i < whole; i += 64) {
+        const uint64_t mask = reach(x + i, addend ? addend + i : nullptr, bound, &top);
+        found = unfold(mask, first + static_cast<uint32_t>(i), positions, found);
+    }
+    for (size_t i = 0; i < found; ++i) keys[i] = load<uint32_t>(&x[positions[i] - first]) & kMagnitude;
+    alignas(32) uint32_t tops[8];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(tops), top);
+    for (const uint32_t each : tops) *largest = each > *largest ? each : *largest;
+    return found + baseline::scan(x + whole, addend ? addend + whole : nullptr, n - whole,
+                                  first + static_cast<uint32_t>(whole), bound, positions + found, keys + found,
+                                  largest);
+}
+#undef TARGET
+}  // namespace avx2
+
+// -- AVX-512 -----------------------------------------------------------------------------------------------------------
+
+namespace avx512 {
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,bmi,bmi2,popcnt")))
+#include "loops_plain.inc"
+#include "loops_unfold.inc"
+
+TARGET static inline uint64_t reach(float* x, const float* addend, uint32_t bound, __m512i* top) {
+    const __m512i magnitude = _mm512_set1_epi32(static_cast<int>(kMagnitude));
+    const __m512i limit = _mm512_set1_epi32(static_cast<int>(bound));
+    uint64_t mask = 0;
+    for (int lane = 0; lane < 64; lane += 16) {
+        __m512 value = _mm512_loadu_ps(x + lane);
+        if (addend) {
+            value = _mm512_add_ps(value, _mm512_loadu_ps(addend + lane));
+            _mm512_storeu_ps(x + lane, value);
+        }
+        const __m512i key = _mm512_and_si512(_mm512_castps_si512(value), magnitude);
+        *top = _mm512_maskz_max_epu32(0xffff, *top, key);
+        mask |= static_cast<uint64_t>(_mm512_cmpge_epu32_mask(key, limit)) << lane;
+    }
+    return mask;
+}
+
+TARGET static size_t scan(float* x, const float* addend, size_t n, uint32_t first, uint32_t bound,
+                          uint32_t* positions, uint32_t* keys, uint32_t* largest) {
+    const size_t whole = n - n % 64;
+    __m512i top = _mm512_setzero_si512();
+    size_t found = 0;
+    for (size_t i = 0; i < whole; i += 64) {
+        const uint64_t mask = reach(x + i, addend ? addend + i : nullptr, bound, &top);
+        found = unfold(mask, first + static_cast<uint32_t>(i), positions, found);
+    }
+    for (size_t i = 0; i < found; ++i) keys[i] = load<uint32_t>(&x[positions[i] - first]) & kMagnitude;
+    alignas(64) uint32_t tops[16];
+    _mm512_store_si512(tops, top);
+    for (const uint32_t each : tops) *largest = each > *largest ? each : *largest;
+    return found + baseline::scan(x + whole, addend ? addend + whole : nullptr, n - whole,
+                                  first + static_cast<uint32_t>(whole), bound, positions + found, keys + found,
+                                  largest);
+}
+#undef TARGET
+}  // namespace avx512
+
+#endif  // GRADCOMP_X86
+
+// -- the choice --------------------------------------------------------------------------------------------------------
+
+#define LOOPS(set, name)                                                                                           \
+    {                                                                                                              \
+        name, set::scan, set::add, set::quantize, set::quantize_residual, set::dequantize_add, set::divide,        \
+            set::checksum                                                                                          \
+    }
+
+static const Loops kBaseline = LOOPS(baseline, "baseline");
+#ifdef GRADCOMP_X86
+static const Loops kAvx2 = LOOPS(avx2, "avx2");
+static const Loops kAvx512 = LOOPS(avx512, "avx512");
+#endif
+
+namespace {
+
+struct Choice {
+    const Loops* available[4] = {};
+    const Loops* used;
+
+    Choice() {
+        size_t count = 0;
+#ifdef GRADCOMP_X86
+        __builtin_cpu_init();
+        const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
+                              __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
+        if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+            available[count++] = &kAvx512;
+        }
+        if (has_avx2) available[count++] = &kAvx2;
+#endif
+        available[count++] = &kBaseline;
+        used = available[0];
+    }
+};
+
+Choice& choice() {
+    static Choice chosen;
+    return chosen;
+}
+
+}  // namespace
+
+const Loops& loops() { return *choice().used; }
+
+const Loops* const* available_loops() { return choice().available; }
+
+bool use_loops(const char* name) {
+    for (const Loops* each : choice().available) {
+        if (each && std::strcmp(each->name, name) == 0) {
+            choice().used = each;
+            return true;
+        }
+    }
+    return false;
+}
+
+}  // namespace gradcomp

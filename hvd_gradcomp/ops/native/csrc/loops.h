@@ -1,0 +1,45 @@
+// The loops that touch every element, in one version for each instruction set; `loops()` gives the processor's best.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace gradcomp {
+
+// Magnitudes are compared as integers: the bits of a float without its sign are ordered as |x| is.
+constexpr uint32_t kMagnitude = 0x7fffffff;
+constexpr uint32_t kInfinity = 0x7f800000;
+
+// `scan` may write this many elements past the last one that it counts.
+constexpr size_t kScanSlack = 16;
+
+struct Loops {
+    const char* name;
+
+    // x += addend (unless null), and in the same pass the elements with magnitude bits >= bound: `first` + index into
+    // positions, magnitude bits into keys, ascending. Both need room for n + kScanSlack. `largest` is raised to the
+    // largest magnitude bits seen. Returns how many were found.
+    size_t (*scan)(float* x, const float* addend, size_t n, uint32_t first, uint32_t bound, uint32_t* positions,
+                   uint32_t* keys, uint32_t* largest);
+    // x += addend (unless null); returns the largest magnitude bits.
+    uint32_t (*add)(float* x, const float* addend, size_t n);
+    // levels = round(values / step), halves to even, limited to +-127; decoded = levels * step. All 0 for step 0.
+    // `decoded` may be `values`.
+    void (*quantize)(const float* values, size_t n, float step, int8_t* levels, float* decoded);
+    // x -= the same level * step, in place of giving it back.
+    void (*quantize_residual)(float* x, size_t n, float step, int8_t* levels);
+    // out += levels * step.
+    void (*dequantize_add)(float* out, const int8_t* levels, size_t n, float step);
+    // x /= divisor; for a power of two by multiplication, which gives the same bits.
+    void (*divide)(float* x, size_t n, float divisor);
+    // Sum of (2 (first + i) + 1) * word_i modulo 2**32.
+    uint32_t (*checksum)(const uint8_t* data, size_t words, uint32_t first);
+};
+
+const Loops& loops();
+
+// The instruction sets that this processor has, best first, null at the end; for tests, `use_loops` picks one by name.
+const Loops* const* available_loops();
+bool use_loops(const char* name);
+
+}  // namespace gradcomp

@@ -1,0 +1,56 @@
+// Index codes: the native twin of wire/positions.py, which describes the format.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "bytes.h"
+
+namespace gradcomp {
+
+// The smallest code for given positions, and what it takes.
+struct PositionCode {
+    int code = 0;
+    int rice_bits = 0;
+    uint64_t unary_bits = 0;
+    uint64_t bytes = 0;  // header and padding included
+    bool valid = false;  // positions are ascending, distinct and inside the array
+};
+
+// `positions` may be null when `count` is 0 or `size`.
+PositionCode plan_positions(const int64_t* positions, size_t count, uint64_t size);
+
+// Writes the plan's `bytes`; returns what follows them.
+void write_positions(const PositionCode& plan, const int64_t* positions, size_t count, uint64_t size, Writer* to);
+
+// Reads positions step by step, each checked to be inside the array and above the one before.
+class PositionReader {
+   public:
+    // False where the bytes are no valid code of `count` positions below `size`.
+    bool open(Reader* from, uint64_t size, uint64_t count);
+    // The next positions, at most `most`, into `out`; 0 at the end. False where the bytes turn out to be wrong.
+    bool next(uint32_t* out, size_t most, size_t* found);
+    bool all() const { return code_ == 0; }
+
+   private:
+    bool next_rice(uint32_t* out, size_t count);
+    bool next_bitmap(uint32_t* out, size_t count);
+    bool next_raw(uint32_t* out, size_t count);
+
+    int code_ = 0;
+    uint64_t size_ = 0;
+    uint64_t left_ = 0;
+    uint64_t following_ = 0;  // the lowest position that may come next
+    // Rice: the low bits of the gaps, and the stream of unary parts; a bitmap, or raw positions, in `bits_`.
+    int rice_bits_ = 0;
+    const uint8_t* low_ = nullptr;
+    const uint8_t* low_end_ = nullptr;
+    uint64_t low_bit_ = 0;
+    const uint8_t* bits_ = nullptr;
+    const uint8_t* bits_end_ = nullptr;
+    uint64_t word_ = 0;        // what is not consumed yet of the current 64 bits
+    uint64_t word_start_ = 0;  // number of the bit that these begin with
+    uint64_t last_end_ = 0;    // one above the number of the set bit read last
+};
+
+}  // namespace gradcomp

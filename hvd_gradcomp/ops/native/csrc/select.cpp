@@ -1,0 +1,225 @@
+// Two steps: a sampled bound leaves few candidates in one pass over the array, and a radix selection finds the exact
+// threshold among them. The sample decides how fast this is, never what is selected.
+#include "select.h"
+
+#include <algorithm>
+#include <cmath>
+#include <new>
+
+#include "bytes.h"
+#include "loops.h"
+
+namespace gradcomp {
+
+namespace {
+
+// Elements of one call of `scan`: its input and candidates stay in the first two levels of cache.
+constexpr size_t kChunk = 4096;
+// Below this size all elements are candidates.
+constexpr size_t kSampleFrom = size_t{1} << 15;
+
+struct Threshold {
+    uint32_t key;  // of the k-th largest
+    size_t ties;   // how many elements of just this key are among the k largest
+};
+
+// The k-th largest of the keys key_of(0) ... key_of(count - 1), by their upper, middle and lowest bits.
+template <typename KeyOf>
+Threshold kth_key(KeyOf key_of, size_t count, size_t k) {
+    constexpr int kUpper = 12, kMiddle = 10, kLowest = 10;
+    constexpr int kWidths[] = {kUpper, kMiddle, kLowest};
+    uint32_t prefix = 0;
+    int shift = 32;
+    size_t rank = k;
+    for (const int width : kWidths) {
+        uint32_t counts[1 << kUpper] = {};
+        const int above = shift;
+        shift -= width;
+        const uint32_t mask = (1u << width) - 1;
+        if (above == 32) {
+            for (size_t i = 0; i < count; ++i) ++counts[key_of(i) >> shift];
+        } else {
+            for (size_t i = 0; i < count; ++i) {
+                const uint32_t key = key_of(i);
+                if (key >> above == prefix) ++counts[key >> shift & mask];
+            }
+        }
+        uint32_t bucket = mask;
+        while (bucket > 0 && counts[bucket] < rank) rank -= counts[bucket--];
+        prefix = prefix << width | bucket;
+    }
+    return {prefix, rank};
+}
+
+// The same for candidates, of which all keys are at or above `bound`, and the k-th largest is a little above it.
+Threshold kth_candidate(const uint32_t* keys, size_t count, uint32_t bound, size_t k) {
+    // 1024 neighbouring floats share a bucket; the buckets reach half an octave above the bound.
+    constexpr int kShift = 10;
+    constexpr uint32_t kBuckets = 4096;
+    uint32_t counts[kBuckets] = {};
+    for (size_t i = 0; i < count; ++i) ++counts[std::min((keys[i] - bound) >> kShift, kBuckets - 1)];
+    uint32_t bucket = kBuckets - 1;
+    size_t rank = k;
+    while (bucket > 0 && counts[bucket] < rank) rank -= counts[bucket--];
+    if (bucket == kBuckets - 1) return kth_key([&](size_t i) { return keys[i]; }, count, k);
+    uint32_t within[1 << kShift] = {};
+    for (size_t i = 0; i < count; ++i) {
+        const uint32_t above = keys[i] - bound;
+        if (above >> kShift == bucket) ++within[above & ((1 << kShift) - 1)];
+    }
+    uint32_t lowest = (1 << kShift) - 1;
+    while (lowest > 0 && within[lowest] < rank) rank -= within[lowest--];
+    return {bound + (bucket << kShift) + lowest, rank};
+}
+
+uint32_t magnitude_at(const float* x, const float* addend, size_t i) {
+    const float value = addend ? x[i] + addend[i] : x[i];
+    return load<uint32_t>(&value) & kMagnitude;
+}
+
+// How many of an array are looked at to find a bound, and which of these, by rank, is the bound.
+struct Sample {
+    size_t count = 0;
+    size_t rank = 0;
+
+    Sample(size_t size, size_t k) {
+        if (size < kSampleFrom || k == 0 || k > size / 4) return;
+        const double share = static_cast<double>(k) / static_cast<double>(size);
+        const size_t enough = static_cast<size_t>(64 / share);
+        count = std::min(size / 8, std::max(size / 2048, enough));
+        const double expected = static_cast<double>(count) * share;
+        if (expected < 16) {
+            count = 0;
+            return;
+        }
+        // Three standard deviations above, so that the bound hardly ever leaves fewer than k candidates.
+        rank = std::min(count, static_cast<size_t>(expected + 3 * std::sqrt(expected)) + 1);
+    }
+
+    size_t expected_candidates(size_t size) const {
+        return static_cast<size_t>(static_cast<double>(rank) / static_cast<double>(count) * static_cast<double>(size));
+    }
+};
+
+// A magnitude that about `sample.rank / sample.count` of the elements reach; 0 when there is no memory to find one.
+uint32_t sampled_bound(const float* x, const float* addend, size_t size, const Sample& sample) {
+    std::unique_ptr<uint32_t[]> keys(new (std::nothrow) uint32_t[sample.count]);
+    if (!keys) return 0;
+    const size_t stride = size / sample.count;
+    uint64_t random = 0x9e3779b97f4a7c15u;
+    for (size_t i = 0; i < sample.count; ++i) {
+        // Somewhere in its stride: a fixed step could walk along one channel of a convolution.
+        random = random * 6364136223846793005u + 1442695040888963407u;
+        const size_t offset = static_cast<size_t>((random >> 32) * stride >> 32);
+        keys[i] = magnitude_at(x, addend, i * stride + offset);
+    }
+    return kth_key([&](size_t i) { return keys[i]; }, sample.count, sample.rank).key;
+}
+
+}  // namespace
+
+Candidates look(float* x, const float* addend, size_t size, size_t wanted, bool* finite) {
+    Candidates found;
+    found.size = size;
+    const Sample sample(size, wanted);
+    const uint32_t bound = sample.count ? sampled_bound(x, addend, size, sample) : 0;
+    if (bound == 0 || bound >= kInfinity) {
+        *finite = loops().add(x, addend, size) < kInfinity;
+        return found;
+    }
+    const size_t expected = sample.expected_candidates(size);
+    const size_t capacity = std::min(size, expected + expected / 2 + 1024) + kChunk + kScanSlack;
+    found.memory.reset(new (std::nothrow) uint32_t[2 * capacity]);
+    bool room = found.memory != nullptr;
+    if (room) {
+        found.positions = found.memory.get();
+        found.keys = found.positions + capacity;
+    }
+    uint32_t largest = 0;
+    for (size_t start = 0; start < size; start += kChunk) {
+        const size_t length = std::min(kChunk, size - start);
+        room = room && found.count + kChunk + kScanSlack <= capacity;
+        const float* added = addend ? addend + start : nullptr;
+        if (room) {
+            found.count += loops().scan(x + start, added, length, static_cast<uint32_t>(start), bound,
+                                        found.positions + found.count, found.keys + found.count, &largest);
+        } else {
+            // Far more than the sample told of: these are not all.
+            largest = std::max(largest, loops().add(x + start, added, length));
+        }
+    }
+    *finite = largest < kInfinity;
+    if (!room || !*finite) {
+        found.count = 0;
+    } else {
+        found.wanted = wanted;
+        found.bound = bound;
+    }
+    return found;
+}
+
+namespace {
+
+// Takes candidates in ascending order and writes down those that the threshold lets pass.
+struct Sieve {
+    Threshold threshold;
+    size_t k;
+    int64_t* out;
+    size_t count = 0;
+
+    // Nearly all candidates pass, in no order that a processor could foresee: so most of this is without branches.
+    void offer(const uint32_t* positions, const uint32_t* keys, size_t candidates) {
+        for (size_t i = 0; i < candidates && count < k; ++i) {
+            const bool tie = keys[i] == threshold.key;
+            out[count] = positions[i];
+            count += (keys[i] > threshold.key) | (tie & (threshold.ties > 0));
+            threshold.ties -= tie & (threshold.ties > 0);
+        }
+    }
+};
+
+}  // namespace
+
+size_t top_positions(const float* x, size_t size, size_t k, const Candidates* known, int64_t* out) {
+    if (size == 0 || k == 0) return 0;
+    k = std::min(k, size);
+    Candidates own;
+    if (!known || !known->usable() || known->size != size || known->wanted != k) {
+        bool finite;
+        // With nothing to add, `look` only reads.
+        own = look(const_cast<float*>(x), nullptr, size, k, &finite);
+        known = &own;
+    }
+    if (known->usable()) {
+        const uint32_t* keys = known->keys;
+        Sieve sieve{kth_candidate(keys, known->count, known->bound, k), k, out};
+        sieve.offer(known->positions, keys, known->count);
+        return sieve.count;
+    }
+    Threshold threshold = kth_key([&](size_t i) { return magnitude_at(x, nullptr, i); }, size, k);
+    if (threshold.key == 0) threshold = {1, k};  // all that are not zero, which are fewer than k
+    Sieve sieve{threshold, k, out};
+    uint32_t positions[kChunk + kScanSlack];
+    uint32_t keys[kChunk + kScanSlack];
+    uint32_t largest = 0;
+    for (size_t start = 0; start < size; start += kChunk) {
+        const size_t found = loops().scan(const_cast<float*>(x) + start, nullptr, std::min(kChunk, size - start),
+                                          static_cast<uint32_t>(start), threshold.key, positions, keys, &largest);
+        sieve.offer(positions, keys, found);
+    }
+    return sieve.count;
+}
+
+float kth_largest(const float* x, size_t size, size_t k) {
+    // Integers ordered as the floats are: negative ones reversed and below the others. -0 counts as 0.
+    const auto key_of = [&](size_t i) {
+        const uint32_t bits = load<uint32_t>(&x[i]);
+        if (bits == ~kMagnitude) return ~kMagnitude;
+        return bits & ~kMagnitude ? ~bits : bits | ~kMagnitude;
+    };
+    const uint32_t key = kth_key(key_of, size, k).key;
+    const uint32_t bits = key & ~kMagnitude ? key & kMagnitude : ~key;
+    return load<float>(&bits);
+}
+
+}  // namespace gradcomp

@@ -1,0 +1,203 @@
+#include "values.h"
+
+#include <algorithm>
+
+#include "loops.h"
+
+namespace gradcomp {
+
+namespace {
+
+enum Code { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2, kLinear8 = 3 };
+
+constexpr uint64_t kHeaderBytes = 4;
+constexpr float kLevels = 127.0f;
+// Above this a block's largest value could decode to infinity by rounding (compressors/blocks.py).
+constexpr float kLargest = 3.4028e38f;
+// Steps below this count as zero (compressors/blocks.py).
+constexpr float kSmallest = 0x1p-100f;
+// So many scattered elements are fetched from memory at a time, while as many others are worked on.
+constexpr size_t kNear = 128;
+// Gathered values wait in a buffer of this many.
+constexpr size_t kBuffer = 1024;
+
+uint64_t blocks_of(uint64_t count, int block_log2) {
+    return (count >> block_log2) + ((count & ((uint64_t{1} << block_log2) - 1)) != 0);
+}
+
+float step_of(uint32_t largest_key) {
+    const float largest = load<float>(&largest_key);
+    const float step = (largest > kLargest ? kLargest : largest) / kLevels;
+    return step >= kSmallest ? step : 0.0f;
+}
+
+float from_float16(uint16_t half) {
+    const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16;
+    const uint32_t exponent = half >> 10 & 31;
+    const uint32_t fraction = half & 1023;
+    uint32_t bits;
+    if (exponent == 31) {
+        bits = kInfinity | fraction << 13;
+    } else if (exponent) {
+        bits = (exponent + 112) << 23 | fraction << 13;
+    } else {
+        const float value = static_cast<float>(fraction) * 0x1p-24f;  // subnormal: exact in float32
+        bits = load<uint32_t>(&value);
+    }
+    bits |= sign;
+    return load<float>(&bits);
+}
+
+// Where the steps and levels of a LINEAR8 code lie; writes its header.
+struct Linear8Room {
+    uint8_t* steps;
+    int8_t* levels;
+
+    Linear8Room(Writer* to, uint64_t count, int block_log2) {
+        uint8_t* header = to->room(kHeaderBytes);
+        std::memset(header, 0, kHeaderBytes);
+        header[0] = kLinear8;
+        header[1] = static_cast<uint8_t>(block_log2);
+        steps = to->room(4 * blocks_of(count, block_log2));
+        levels = reinterpret_cast<int8_t*>(to->room(count));
+    }
+};
+
+}  // namespace
+
+uint64_t linear8_bytes(uint64_t count, int block_log2) {
+    return kHeaderBytes + 4 * blocks_of(count, block_log2) + padded(count);
+}
+
+void write_linear8(const float* values, size_t count, int block_log2, float* decoded, Writer* to) {
+    const Linear8Room room(to, count, block_log2);
+    const size_t block = size_t{1} << block_log2;
+    for (size_t start = 0; start < count; start += block) {
+        const size_t length = std::min(block, count - start);
+        // With nothing to add, `add` only reads.
+        const float step = step_of(loops().add(const_cast<float*>(values) + start, nullptr, length));
+        store(room.steps + 4 * (start >> block_log2), step);
+        loops().quantize(values + start, length, step, room.levels + start, decoded + start);
+    }
+}
+
+void write_linear8_residual(float* x, const int64_t* positions, size_t count, int block_log2, Writer* to) {
+    const Linear8Room room(to, count, block_log2);
+    const size_t block = size_t{1} << block_log2;
+    float buffer[kBuffer];
+    for (size_t start = 0; start < count; start += block) {
+        const size_t end = start + std::min(block, count - start);
+        if (!positions) {
+            const float step = step_of(loops().add(x + start, nullptr, end - start));
+            store(room.steps + 4 * (start >> block_log2), step);
+            loops().quantize_residual(x + start, end - start, step, room.levels + start);
+            continue;
+        }
+        const auto gather = [&](size_t from, size_t length) {
+            for (size_t i = 0; i < length; ++i) buffer[i] = x[positions[from + i]];
+        };
+        uint32_t largest = 0;
+        for (size_t from = start; from < end; from += kBuffer) {
+            const size_t length = std::min(kBuffer, end - from);
+            gather(from, length);
+            for (size_t i = from + length; i < std::min(count, from + 2 * length); ++i) {
+                __builtin_prefetch(x + positions[i]);
+            }
+            largest = std::max(largest, loops().add(buffer, nullptr, length));
+        }
+        const float step = step_of(largest);
+        store(room.steps + 4 * (start >> block_log2), step);
+        for (size_t from = start; from < end; from += kBuffer) {
+            const size_t length = std::min(kBuffer, end - from);
+            if (end - start > kBuffer) gather(from, length);  // else it is all there still
+            loops().quantize_residual(buffer, length, step, room.levels + from);
+            for (size_t i = 0; i < length; ++i) x[positions[from + i]] = buffer[i];
+        }
+    }
+}
+
+bool ValueReader::open(Reader* from, uint64_t count) {
+    const uint8_t* header = from->bytes(kHeaderBytes);
+    if (!header) return false;
+    code_ = header[0];
+    block_log2_ = header[1];
+    switch (code_) {
+        case kFloat32:
+            values_ = from->bytes(4 * count);
+            break;
+        case kFloat16:
+        case kBfloat16:
+            values_ = from->bytes(2 * count);
+            break;
+        case kLinear8:
+            if (block_log2_ > 31) return false;
+            steps_ = from->bytes(4 * blocks_of(count, block_log2_));
+            values_ = steps_ ? from->bytes(count) : nullptr;
+            for (uint64_t i = 0; values_ && i < blocks_of(count, block_log2_); ++i) {
+                if ((load<uint32_t>(steps_ + 4 * i) & kMagnitude) >= kInfinity) return false;
+            }
+            break;
+        default:
+            return false;
+    }
+    return values_ != nullptr;
+}
+
+template <typename Place>
+void ValueReader::add(float* out, Place place, uint64_t first, size_t count) const {
+    const uint8_t* from;
+    switch (code_) {
+        case kFloat32:
+            from = values_ + 4 * first;
+            for (size_t i = 0; i < count; ++i) out[place(i)] += load<float>(from + 4 * i);
+            break;
+        case kFloat16:
+            from = values_ + 2 * first;
+            for (size_t i = 0; i < count; ++i) out[place(i)] += from_float16(load<uint16_t>(from + 2 * i));
+            break;
+        case kBfloat16:
+            from = values_ + 2 * first;
+            for (size_t i = 0; i < count; ++i) {
+                const uint32_t bits = static_cast<uint32_t>(load<uint16_t>(from + 2 * i)) << 16;
+                out[place(i)] += load<float>(&bits);
+            }
+            break;
+        default:
+            for (size_t i = 0; i < count;) {
+                const uint64_t block = (first + i) >> block_log2_;
+                const uint64_t end = std::min<uint64_t>(first + count, (block + 1) << block_log2_) - first;
+                const float step = load<float>(steps_ + 4 * block);
+                const int8_t* levels = reinterpret_cast<const int8_t*>(values_) + first;
+                for (; i < end; ++i) out[place(i)] += static_cast<float>(levels[i]) * step;
+            }
+    }
+}
+
+void ValueReader::add_run(float* out, uint64_t first, size_t count) const {
+    if (code_ != kLinear8) {
+        add(out, [](size_t i) { return i; }, first, count);
+        return;
+    }
+    const int8_t* levels = reinterpret_cast<const int8_t*>(values_) + first;
+    for (size_t i = 0; i < count;) {
+        const uint64_t block = (first + i) >> block_log2_;
+        const size_t end = std::min<uint64_t>(first + count, (block + 1) << block_log2_) - first;
+        loops().dequantize_add(out + i, levels + i, end - i, load<float>(steps_ + 4 * block));
+        i = end;
+    }
+}
+
+void ValueReader::add_far(float* out, const uint32_t* positions, uint64_t first, size_t count) const {
+    for (size_t start = 0; start < count; start += kNear) {
+        const size_t end = std::min(count, start + kNear);
+        const size_t ahead = std::min(count, end + kNear);
+        for (size_t i = end; i < ahead; ++i) __builtin_prefetch(out + positions[i]);
+        add_at(out, positions + start, first + start, end - start);
+    }
+}
+
+void ValueReader::add_at(float* out, const uint32_t* positions, uint64_t first, size_t count) const {
+    add(out, [positions](size_t i) { return positions[i]; }, first, count);
+}
+
+}  // namespace gradcomp
