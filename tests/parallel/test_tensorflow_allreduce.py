@@ -125,11 +125,11 @@ def test_the_mean_residual_serves_any_number_of_workers():
     kept = residuals(every).by_path
     gathered = hvd.allgather(kept["c"].residual[None]).numpy()
     state = residual_state_dict(every)
-    np.testing.assert_allclose(state["mean"]["c"], gathered.mean(axis=0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(state["mean"]["c"]["residual"], gathered.mean(axis=0), rtol=1e-5, atol=1e-6)
     fresh = variables()
     load_residual_state_dict(list(fresh.values()), state)
     loaded = residuals(list(fresh.values())).by_path["c"].residual.numpy()
-    np.testing.assert_array_equal(loaded, state["mean"]["c"])
+    np.testing.assert_array_equal(loaded, state["mean"]["c"]["residual"])
     with pytest.warns(UserWarning, match="holds no residuals"):
         load_residual_state_dict(list(fresh.values()), None)
     assert not residuals(list(fresh.values())).by_path["c"].owes
