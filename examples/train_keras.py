@@ -271,7 +271,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the result to this file as well")
     args = parser.parse_args()
     # Only rank 0 writes the file, so only it can tell, and all have to hear of it.
-    problem = horovod.broadcast_object(unwritable(args.json) if args.json and hvd.rank() == 0 else None, root_rank=0)
+    problem = unwritable(args.json) if args.json and hvd.rank() == 0 else None
+    # Named, since Horovod would make the name from the type, which is another one on rank 0.
+    problem = horovod.broadcast_object(problem, root_rank=0, name="problem")
     if problem:
         parser.error(f"argument --json: {problem}")
     return args
