@@ -18,7 +18,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,9 +26,8 @@ import torch.nn.functional as F
 from in_process import Workers
 from torch import nn
 
-from hvd_gradcomp.compressors import Chain, Compressor, compression_from_spec
+from hvd_gradcomp.compressors import Compressor, compression_from_spec
 from hvd_gradcomp.engine import Engine, Parameter
-from hvd_gradcomp.feedback import NoMemory
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -65,6 +64,7 @@ METHODS = [
     Method("qsgd(levels=16)"),
     Method("qsgd(levels=4)", trains=False),
     Method("terngrad"),
+    Method("terngrad_shared"),
     Method("scaled_sign"),
     Method("onebit"),
     Method("sign(memory=momentum)", lr=0.01, note="Signum: learning rate of its own"),
@@ -188,11 +188,8 @@ def measure(method: Method, captured: list[Gradients]) -> dict[str, float]:
     Gradients in a row, so that what a method keeps (the factors of PowerSGD) is warm. The last one is measured, and the
     time is the shortest of all: other programs may disturb some.
     """
-    compressor = method.compressor
-    if isinstance(compressor, Chain):
-        compressor = replace(compressor.sparsifier.at(10**6), memory=NoMemory()) >> compressor.code
-    else:
-        compressor = replace(compressor.at(10**6), memory=NoMemory())
+    # Past any warm-up.
+    compressor = method.compressor.at(10**6).without_memory()
     parameters = [
         Parameter(name, g.numel(), "float32", tuple(g.shape))
         for name, g in captured[0].items()

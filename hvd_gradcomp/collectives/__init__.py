@@ -7,12 +7,13 @@ several rounds cannot deadlock. No framework is imported here; a door hands in t
 
 from hvd_gradcomp.collectives.choice import moves_fewer_bytes
 from hvd_gradcomp.collectives.summing import add
-from hvd_gradcomp.collectives.transport import Allgather, Allreduce, Alltoall, Exchange, Request, Transport
+from hvd_gradcomp.collectives.transport import Allgather, Allreduce, Alltoall, Confirm, Exchange, Request, Transport
 
 __all__ = [
     "Allgather",
     "Allreduce",
     "Alltoall",
+    "Confirm",
     "Exchange",
     "Request",
     "Transport",

@@ -41,6 +41,17 @@ class Alltoall:
     splits: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Confirm:
+    """No collective, but the question whether to go on, when what was exchanged is here and nothing is changed yet.
+
+    `usable` is whether all workers' gradients were finite here. The answer (a bool) is whether they were in all
+    exchanges of the step: loss scaling skips whole steps, and what had been sent in one that is skipped would be lost.
+    """
+
+    usable: bool
+
+
 Request: TypeAlias = Allgather | Allreduce | Alltoall
 Exchange: TypeAlias = Generator[Request, Array, _Result]
 

@@ -6,16 +6,17 @@ from hvd_gradcomp.compressors.chain import Chain, Sparsifier, ValueCode
 from hvd_gradcomp.compressors.dgc import DGC
 from hvd_gradcomp.compressors.int8 import Int8
 from hvd_gradcomp.compressors.linear import Linear
+from hvd_gradcomp.compressors.names import Compression
 from hvd_gradcomp.compressors.natural import Natural
 from hvd_gradcomp.compressors.nonuniform import Dynamic8
 from hvd_gradcomp.compressors.powersgd import PowerSGD
 from hvd_gradcomp.compressors.qsgd import QSGD
 from hvd_gradcomp.compressors.randomk import RandomK
+from hvd_gradcomp.compressors.shared_terngrad import SharedTernGrad
 from hvd_gradcomp.compressors.signs import OneBit, ScaledSign, Sign
 from hvd_gradcomp.compressors.sketch import CountSketch
 from hvd_gradcomp.compressors.spec import compression_from_spec, register_spec
 from hvd_gradcomp.compressors.terngrad import TernGrad
-from hvd_gradcomp.compressors.terngrad_sum import TernGradSum
 from hvd_gradcomp.compressors.threshold import Threshold
 from hvd_gradcomp.compressors.topk import TopK, TopKInt8
 
@@ -25,6 +26,7 @@ __all__ = [
     "FP16",
     "QSGD",
     "Chain",
+    "Compression",
     "Compressor",
     "Context",
     "CountSketch",
@@ -37,10 +39,10 @@ __all__ = [
     "PowerSGD",
     "RandomK",
     "ScaledSign",
+    "SharedTernGrad",
     "Sign",
     "Sparsifier",
     "TernGrad",
-    "TernGradSum",
     "Threshold",
     "TopK",
     "TopKInt8",

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, overload
 
 from hvd_gradcomp.collectives import Exchange, Transport
 from hvd_gradcomp.errors import ConfigurationError, NonFiniteError, UnsupportedError
-from hvd_gradcomp.feedback import ErrorFeedback, Memory
+from hvd_gradcomp.feedback import ErrorFeedback, Memory, NoMemory
 from hvd_gradcomp.ops import Array, Ops, ops_for
 from hvd_gradcomp.wire.parts import Reader
 
@@ -168,6 +168,10 @@ class Compressor:
     def takes(self, size: int) -> bool:
         """Whether a tensor of `size` elements is handed to the engine, instead of to Horovod as it is."""
         return self.meets != "dense" and size >= (1 if self.memory.is_momentum else max(self.dense_below, 1))
+
+    def without_memory(self) -> Compressor:
+        """The same method for a single exchange, after which nothing comes that could make good for it."""
+        return replace(self, memory=NoMemory())
 
     def at(self, step: int) -> Compressor:
         """What this compressor is at exchange number `step` (from 0); itself, unless it follows a schedule."""

@@ -158,6 +158,9 @@ class Chain(Compressor):
     def wanted(self, size: int) -> int:
         return self.sparsifier.wanted(size)
 
+    def without_memory(self) -> Compressor:
+        return self.sparsifier.without_memory() >> self.code
+
     def at(self, step: int) -> Compressor:
         return self.sparsifier.at(step) >> self.code
 

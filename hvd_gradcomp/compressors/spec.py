@@ -8,45 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from hvd_gradcomp.compressors.base import Compressor
-from hvd_gradcomp.compressors.cast import BF16, FP16, NoCompression
-from hvd_gradcomp.compressors.dgc import DGC
-from hvd_gradcomp.compressors.int8 import Int8
-from hvd_gradcomp.compressors.linear import Linear
-from hvd_gradcomp.compressors.natural import Natural
-from hvd_gradcomp.compressors.nonuniform import Dynamic8
-from hvd_gradcomp.compressors.powersgd import PowerSGD
-from hvd_gradcomp.compressors.qsgd import QSGD
-from hvd_gradcomp.compressors.randomk import RandomK
-from hvd_gradcomp.compressors.signs import OneBit, ScaledSign, Sign
-from hvd_gradcomp.compressors.sketch import CountSketch
-from hvd_gradcomp.compressors.terngrad import TernGrad
-from hvd_gradcomp.compressors.terngrad_sum import TernGradSum
-from hvd_gradcomp.compressors.threshold import Threshold
-from hvd_gradcomp.compressors.topk import TopK, TopKInt8
+from hvd_gradcomp.compressors.names import Compression
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.feedback import ErrorFeedback, Memory, Momentum, MomentumCorrection, NoMemory
 
 _COMPRESSORS: dict[str, Callable[..., Compressor]] = {
-    "none": NoCompression,
-    "fp16": FP16,
-    "bf16": BF16,
-    "int8": Int8,
-    "linear": Linear,
-    "dynamic8": Dynamic8,
-    "natural": Natural,
-    "qsgd": QSGD,
-    "terngrad": TernGrad,
-    "terngrad_sum": TernGradSum,
-    "sign": Sign,
-    "scaled_sign": ScaledSign,
-    "onebit": OneBit,
-    "topk": TopK,
-    "topk_int8": TopKInt8,
-    "randomk": RandomK,
-    "threshold": Threshold,
-    "dgc": DGC,
-    "powersgd": PowerSGD,
-    "sketch": CountSketch,
+    name: factory for name, factory in vars(Compression).items() if not name.startswith("_")
 }
 _MEMORIES: dict[str, Callable[..., Memory]] = {
     "none": NoMemory,

@@ -17,9 +17,17 @@ from hvd_gradcomp.ops import Array, Ops
 class TopK(Sparsifier):
     """Send the k = ceil(ratio * n) values of largest magnitude of a tensor of n elements, zeros excepted.
 
+        sent_i = x_i  if |x_i| is among the k largest,  else 0
+
     Ties go to the lower position, so every backend selects the same. The selection is exact; a strided sample only
     gives a first bound, below which values are not looked at again. Cost: about three passes over the tensor.
-    Biased, contraction: ||x - topk(x)||^2 <= (1 - k/n) ||x||^2; use it with error feedback.
+    At 1 %: 8.1 bits for the position of a sent value and 32 for the value, 0.4 bits for each of the tensor; behind it
+    `>> Int8()` makes that 0.16. Biased, contraction: ||x - topk(x)||^2 <= (1 - k/n) ||x||^2; use it with error
+    feedback (the default), or momentum correction (`DGC`) at 0.1 % and below. Payloads do not add up: each worker
+    sends other positions, so the payloads of all N workers arrive everywhere, and where that is more than a dense
+    exchange (at 1 % in 8 bits from about 380 workers on) a dense one is used.
+
+    The method to begin with: it sends the least for what training loses.
 
     Args:
         ratio: fraction of the values to send, 0 < ratio <= 1.

@@ -8,12 +8,12 @@ What happens to the gradients of one bucket is in `passage`.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from hvd_gradcomp.collectives import Allgather, Exchange, Request, Transport, moves_fewer_bytes
+from hvd_gradcomp.collectives import Allgather, Confirm, Request, Transport, moves_fewer_bytes
 from hvd_gradcomp.compressors import BF16, FP16, Compressor, NoCompression
 from hvd_gradcomp.engine.agreement import compare_settings, settings_message
 from hvd_gradcomp.engine.buckets import BUCKET_BYTES, Bucket, Parameter, plan_buckets
@@ -33,16 +33,17 @@ class _InFlight:
     """A bucket between its launch and the end of its exchange."""
 
     bucket: Bucket
-    exchange: Exchange[dict[str, Array]]
+    exchange: Generator[Request | Confirm, Any, dict[str, Array]]
     handle: Any
     rounds: int = 0
+    usable: bool = False
 
 
 class Engine:
     """Exchanges the gradients of one optimizer.
 
     Args:
-        compressor: how; may be replaced between steps, on all workers at the same step.
+        compressor: how; may be replaced between steps, on all workers at the same step. Buckets stay as they are.
         parameters: what, in the order of the model, the same on all workers.
         transport: among whom.
         average: divide the sum by the number of workers.
@@ -138,12 +139,15 @@ class Engine:
         if len(gathering) == len(bucket.parameters):
             self._launch(bucket, self._gathering.pop(bucket.index))
 
-    def finish(self) -> dict[str, Array]:
+    def finish(self, usable: bool = True) -> dict[str, Array]:
         """Complete all exchanges begun by `submit`, in the same order on every worker.
 
+        Args:
+            usable: False where gradients that travelled another way were not finite, on all workers.
+
         Returns:
-            For each parameter handed in: the average (or sum) of what the workers sent, float32, flat; NaN throughout
-            where some worker's gradient was not finite, in which case no state changes.
+            For each parameter handed in: the average (or sum) of what the workers sent, float32, flat. NaN throughout
+            if any gradient of this step was not finite on some worker, in which case no state changes.
 
         Raises:
             ConfigurationError: workers were given different settings, or not all gradients of a bucket are here.
@@ -163,9 +167,15 @@ class Engine:
                     "hand in None for a parameter that takes no part in it"
                 )
             self.conclude_agreement()
-            pending = sorted(self._in_flight, key=lambda flight: flight.bucket.index)
+            flights = pending = sorted(self._in_flight, key=lambda flight: flight.bucket.index)
             while pending:
-                pending = [flight for flight in pending if not self._advance(flight, results)]
+                pending = [flight for flight in pending if not self._advance(flight)]
+            usable = usable and all(flight.usable for flight in flights)
+            for flight in flights:
+                try:
+                    flight.exchange.send(usable)
+                except StopIteration as end:
+                    results.update(end.value)
         finally:
             self._gathering.clear()
             self._in_flight.clear()
@@ -188,6 +198,7 @@ class Engine:
         self.begin_agreement(next(iter(present.values())))
         exchange = self._exchange(bucket, present)
         request = next(exchange)
+        assert not isinstance(request, Confirm), "nothing was exchanged yet"
         self._in_flight.append(_InFlight(bucket, exchange, self._start(bucket, request, 0)))
 
     def _start(self, bucket: Bucket, request: Request, rounds: int) -> Any:
@@ -196,20 +207,21 @@ class Engine:
             name += f".{rounds}"
         return self.transport.start(request, name)
 
-    def _advance(self, flight: _InFlight, results: dict[str, Array]) -> bool:
+    def _advance(self, flight: _InFlight) -> bool:
         """Wait for the round that is under way and start the next one; True when there is none."""
         with self.counters.bucket(flight.bucket.name).timed("exchange"):
             received = self.transport.wait(flight.handle)
-        try:
-            request = flight.exchange.send(received)
-        except StopIteration as end:
-            results.update(end.value)
+        request = flight.exchange.send(received)
+        if isinstance(request, Confirm):
+            flight.usable = request.usable
             return True
         flight.rounds += 1
         flight.handle = self._start(flight.bucket, request, flight.rounds)
         return False
 
-    def _exchange(self, bucket: Bucket, gradients: Mapping[str, Array]) -> Exchange[dict[str, Array]]:
+    def _exchange(
+        self, bucket: Bucket, gradients: Mapping[str, Array]
+    ) -> Generator[Request | Confirm, Any, dict[str, Array]]:
         parameters = [parameter for parameter in bucket.parameters if parameter.name in gradients]
         counters = self.counters.bucket(bucket.name)
         counters.exchanges += 1

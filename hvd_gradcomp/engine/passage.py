@@ -7,10 +7,10 @@ shown that all workers' gradients were finite.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hvd_gradcomp.collectives import Allgather, Allreduce, Exchange, add
+from hvd_gradcomp.collectives import Allgather, Allreduce, Confirm, Exchange, Request, add
 from hvd_gradcomp.compressors import BF16, FP16, Compressor, Context, NoCompression
 from hvd_gradcomp.compressors.base import Item, Sent
 from hvd_gradcomp.compressors.marks import MARKS, Verdict, marks, marks_fit, verdict
@@ -77,13 +77,16 @@ class Passage:
             self.vectors = {unit.name: self._corrected(unit, gradients) for unit in self.units}
             self.finite = all(each.finite for each in self.vectors.values())
 
-    def exchange(self) -> Exchange[dict[str, Array]]:
-        """Yields requests, receives their results; returns what `Engine.finish` hands out."""
-        ways = {"gather": self._gather, "own": self._own}
+    def exchange(self) -> Generator[Request | Confirm, Any, dict[str, Array]]:
+        """Yields requests, receives their results, and confirms; returns what `Engine.finish` hands out."""
+        ways: dict[str, Callable[..., Exchange[Any]]] = {"gather": self._gather, "own": self._own}
         totals = yield from ways.get(self.method.meets, self._sum)(self.units)
+        confirmed = yield Confirm(totals is not None)
         with self.counters.timed("decompress"):
-            if totals is None:
+            if totals is None or not confirmed:
                 return self._not_finite()
+            if callable(totals):
+                totals = totals()
             results: dict[str, Array] = {}
             for unit in self.units:
                 total = totals[unit.name]
@@ -115,8 +118,8 @@ class Passage:
 
     # -- the three ways to the sums over the workers; None where some worker's gradient was not finite -----------------
 
-    def _gather(self, units: Sequence[Unit]) -> Exchange[dict[str, Array] | None]:
-        """Every worker's payload goes to every worker, and is decoded there in rank order."""
+    def _gather(self, units: Sequence[Unit]) -> Exchange[Callable[[], dict[str, Array]] | None]:
+        """Every worker's payload goes to every worker. Returns what decodes them, in the old residuals' memory."""
         ops, engine = self.ops, self.engine
         fingerprint = engine.fingerprint(self.parameters)
         with self.counters.timed("compress"):
@@ -138,12 +141,14 @@ class Passage:
             received = split_payloads(ops, gathered, engine.transport.ranks, fingerprint)
             if any(each.non_finite for each in received):
                 return None
-            totals = {}
-            for unit in units:
-                totals[unit.name] = self._decoded(unit, received, like)
-            for each in received:
-                if each.frames.left:
-                    raise PayloadError(f"rank {each.rank} sent {each.frames.left} bytes more than its frames need")
+        return lambda: self._all_decoded(units, received, like)
+
+    def _all_decoded(self, units: Sequence[Unit], received: Sequence[Received], like: Array) -> dict[str, Array]:
+        """The sums of all workers' payloads, added in rank order."""
+        totals = {unit.name: self._decoded(unit, received, like) for unit in units}
+        for each in received:
+            if each.frames.left:
+                raise PayloadError(f"rank {each.rank} sent {each.frames.left} bytes more than its frames need")
         return totals
 
     def _sum(self, units: Sequence[Unit]) -> Exchange[dict[str, Array] | None]:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from horovod.common.util import split_list
 
 from hvd_gradcomp.engine import Engine, Parameter
-from hvd_gradcomp.ops import Array, ops_for
+from hvd_gradcomp.ops import ops_for
 from hvd_gradcomp.tensorflow.direct import Direct
 from hvd_gradcomp.tensorflow.graphs import call
 from hvd_gradcomp.tensorflow.host import exact_floats, own
@@ -169,7 +169,11 @@ class GradientExchange:
             self._count(dtypes, sizes.numpy().tolist())
             if not names:
                 return [True]
-            gradients = dict(zip(names, self._all_or_none([own(each) for each in flat], bool(finite)), strict=True))
+            gradients = {name: own(each) for name, each in zip(names, flat, strict=True)}
+            if not finite:
+                # Loss scaling skips the whole step if an uncompressed gradient is not finite: tell all workers.
+                first = gradients[names[0]]
+                gradients[names[0]] = ops_for(first).zeros(len(first), "float32", first) + float("nan")
             self._take_state()
             for parameter in self.engine.parameters:
                 self.engine.submit(parameter.name, gradients.get(parameter.name))
@@ -184,16 +188,6 @@ class GradientExchange:
             self.engine.state = state
         else:
             self.engine.load_state(state, step)
-
-    def _all_or_none(self, gradients: list[Array], finite: bool) -> list[Array]:
-        """NaN in every gradient if any is not finite, compressed or not.
-
-        Loss scaling then skips the whole step, so no bucket may take what it sent for applied.
-        """
-        ops = ops_for(gradients[0])
-        if finite and all(ops.all_finite(each) for each in gradients):
-            return gradients
-        return [ops.zeros(len(each), "float32", each) + float("nan") for each in gradients]
 
     def _count(self, dtypes: list[tf.DType], sizes: list[int]) -> None:
         counters = self.engine.counters.bucket("dense")

@@ -139,7 +139,7 @@ def _refuse(marks: torch.Tensor) -> None:
 def _sum(compressor: Compressor, x: torch.Tensor, shape: tuple[int, ...], ranks: list[int]) -> torch.Tensor:
     """The sum over `ranks` of the workers' compressed `x`; without error feedback, since there is no next step."""
     parameter = Parameter("hvd_gradcomp.allreduce", len(x), "float32", shape)
-    engine = Engine(compressor, [parameter], HorovodTransport(_process_set(ranks)), average=False)
+    engine = Engine(compressor.without_memory(), [parameter], HorovodTransport(_process_set(ranks)), average=False)
     engine.submit(parameter.name, x)
     total: torch.Tensor = engine.finish()[parameter.name]
     return total

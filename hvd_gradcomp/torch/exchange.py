@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -52,8 +52,8 @@ class GradientExchange:
         self._groups = groups
         self._engine: Engine | None = None
         self._results: dict[str, torch.Tensor] = {}
-        # Handles of this step's uncompressed exchanges.
-        self._uncompressed: list[int] = []
+        # What waits for this step's uncompressed exchanges.
+        self._uncompressed: dict[str, Handle] = {}
         # Whether an optimizer state was loaded whose residuals were not.
         self._warn_about_residuals = False
         # Parameters with sparse gradients -> their number of sparse dimensions; the same on all workers after a step.
@@ -102,7 +102,11 @@ class GradientExchange:
     def finish(self) -> None:
         """Complete the exchanges of this step."""
         try:
-            self._results.update(self.engine.finish())
+            whole = {name: waiting() for name, waiting in self._uncompressed.items()}
+            self._results.update(whole)
+            # Loss scaling looks at all gradients: the step is skipped whichever of them is not finite.
+            usable = self.compressor.meets == "dense" or _all_finite(whole.values())
+            self._results.update(self.engine.finish(usable))
         finally:
             self._end_step()
 
@@ -243,13 +247,8 @@ class GradientExchange:
             self.engine.submit(name, None)
         handle, _ = self.optimizer._sparse_allreduce_grad_async(p, f"{self.scope}{name}")
 
-        def complete() -> torch.Tensor:
-            # First, since a worker where this gradient is not sparse would be found there.
-            self.finish()
-            result: torch.Tensor = handle()
-            return result
-
-        return complete
+        self._uncompressed[name] = handle
+        return lambda: self._result(name)
 
     def _submit_dense(self, p: torch.Tensor, name: str) -> Handle:
         """Uncompressed, fused with others by Horovod."""
@@ -276,15 +275,13 @@ class GradientExchange:
             process_set=optimizer.process_set,
         )
 
-        self._uncompressed.append(handle)
-
         def complete() -> torch.Tensor:
-            self.finish()
             with counted.timed("exchange"):
                 result: torch.Tensor = wait(handle)
             return result if sent is gradient else gradient.copy_(result)
 
-        return complete
+        self._uncompressed[name] = complete
+        return lambda: self._result(name)
 
     # -- results ------------------------------------------------------------------------------------------------------
 
@@ -309,8 +306,8 @@ class GradientExchange:
     def _state_loaded(self) -> None:
         # Horovod forgets its handles here; what they stand for has to be over before the same names come again.
         with contextlib.suppress(HorovodInternalError):
-            for handle in self._uncompressed:
-                wait(handle)
+            for waiting in self._uncompressed.values():
+                waiting()
             if self._engine is not None:
                 self._engine.abandon()
                 self._end_step()
@@ -328,6 +325,11 @@ def _owns_its_memory(gradient: torch.Tensor) -> bool:
     # here, and inside a hook autograd, twice, if it has just made the gradient.
     alone = storage.resizable() and _holders(storage) in (2, 4)
     return whole and alone and gradient.is_contiguous() and not gradient._is_view()
+
+
+def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    finite = [(t._values() if t.is_sparse else t).isfinite().all() for t in tensors]
+    return not finite or bool(torch.stack(finite).all())
 
 
 def _holders(storage: torch.UntypedStorage) -> int:

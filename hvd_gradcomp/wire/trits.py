@@ -18,19 +18,35 @@ IN_BYTE = 5
 
 def encode_trits(ops: Ops, levels: Array, steps: Array, block_log2: int) -> Array:
     """The bytes of float32 `levels` (count,) in {-1, 0, 1} and float32 `steps` (ceil(count / 2**block_log2),)."""
-    trits = ops.pad(ops.cast(levels + 1.0, "uint8"), IN_BYTE)
-    # Horner's rule from the last trit down; no sum exceeds 242.
-    octets = trits[IN_BYTE - 1 :: IN_BYTE]
-    for place in range(IN_BYTE - 2, -1, -1):
-        octets = octets * 3 + trits[place::IN_BYTE]
-    return write(ops, levels, HEADER.pack(TRITS, block_log2, 0), ops.bytes_of(steps), octets)
+    header = HEADER.pack(TRITS, block_log2, 0)
+    return write(ops, levels, header, ops.bytes_of(steps), pack_trits(ops, levels))
 
 
 def decode_trits(reader: Reader, block_log2: int, _: int, count: int) -> Array:
     """The reverse of `encode_trits`, after its header: float32 values (count,)."""
     ops, block = reader.ops, read_block(block_log2)
     steps = read_per_block(reader, block, count)
-    left = ops.cast(reader.bytes(-(-count // IN_BYTE)), "int64")
+    levels = unpack_trits(ops, reader.bytes(-(-count // IN_BYTE)), count)
+    return ops.cast(levels, "float32") * spread(ops, steps, block, count)
+
+
+def pack_trits(ops: Ops, levels: Array) -> Array:
+    """float32 `levels` (count,) in {-1, 0, 1} as ceil(count / IN_BYTE) bytes (uint8)."""
+    trits = ops.pad(ops.cast(levels + 1.0, "uint8"), IN_BYTE)
+    # Horner's rule from the last trit down; no sum exceeds 242.
+    octets = trits[IN_BYTE - 1 :: IN_BYTE]
+    for place in range(IN_BYTE - 2, -1, -1):
+        octets = octets * 3 + trits[place::IN_BYTE]
+    return octets
+
+
+def unpack_trits(ops: Ops, data: Array, count: int) -> Array:
+    """The reverse of `pack_trits`: int64 levels (count,).
+
+    Raises:
+        PayloadError: a byte holds something else.
+    """
+    left = ops.cast(data, "int64")
     if ops.total(left > 3**IN_BYTE - 1):
         raise PayloadError("a byte does not hold five trits")
     trits = []
@@ -39,5 +55,4 @@ def decode_trits(reader: Reader, block_log2: int, _: int, count: int) -> Array:
         third = ops.shift_right(left * 171, 9)
         trits.append(left - third * 3)
         left = third
-    levels = ops.interleave(trits)[:count] - 1
-    return ops.cast(levels, "float32") * spread(ops, steps, block, count)
+    return ops.interleave(trits)[:count] - 1

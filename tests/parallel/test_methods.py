@@ -36,7 +36,7 @@ SPECS = [
     "onebit",
     "linear(bits=4)",
     "natural(memory=ef)",
-    "terngrad_sum(memory=ef)",
+    "terngrad_shared(memory=ef)",
     "topk(ratio=0.05) >> dynamic8",
 ]
 

@@ -218,6 +218,28 @@ def test_loss_scaling_skips_the_step_on_every_worker() -> None:
     assert_same_everywhere(params)
 
 
+@pytest.mark.parametrize("name", ["c", "a.bias"], ids=["another bucket", "a small tensor"])
+@pytest.mark.parametrize("groups", [None, 3])
+def test_a_step_that_will_be_skipped_sends_nothing_from_any_bucket(name: str, groups: int | None) -> None:
+    """Loss scaling skips the whole step: what finite buckets sent in it would be lost."""
+    params = parameters()
+    optimizer = optimizer_for(params, COMPRESSION, groups=groups)
+    reference = Reference(COMPRESSION)
+    for step in range(3):
+        optimizer.zero_grad()
+        if step == 1:
+            kept = residuals(optimizer)
+            backward(params, poisoned(step, hvd.rank(), name, float("inf")))
+            optimizer.synchronize()
+            assert_residuals(optimizer, kept)
+            # With groups the others are finite; whoever steps all the same must not apply them either.
+            assert all(params[each].grad.isnan().all() for each in ("a.weight", "b.weight", "c"))  # type: ignore
+            continue
+        backward(params, gradients(step, hvd.rank()))
+        optimizer.step()
+        assert_gradients(params, reference.step(all_gradients(step)), reference)
+
+
 # -- update rules and other optimizers --------------------------------------------------------------------------------
 
 RULES: dict[str, Callable[..., torch.optim.Optimizer]] = {

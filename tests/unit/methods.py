@@ -27,8 +27,8 @@ from hvd_gradcomp.compressors import (
     PowerSGD,
     RandomK,
     ScaledSign,
+    SharedTernGrad,
     TernGrad,
-    TernGradSum,
     Threshold,
     TopK,
 )
@@ -55,7 +55,7 @@ METHODS: tuple[Compressor, ...] = (
     QSGD(bucket=64, dense_below=0),
     ScaledSign(dense_below=0),
     TernGrad(dense_below=0),
-    TernGradSum(dense_below=0),
+    SharedTernGrad(dense_below=0),
     TopK(ratio=0.1, dense_below=0) >> ScaledSign(block=32),
     FP16(dense_below=0),
     BF16(dense_below=0),

@@ -210,23 +210,21 @@ def test_conservation_over_dense_fallback(ops, compressor, workers, kind, adds):
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("adds", [("float32",), ("float32", "float16", "bfloat16")], ids=["two rounds", "one round"])
 def test_conservation_over_skipped_steps(ops, compressor, poison, adds):
-    """One bad value at one worker: every worker sees NaN for that bucket, and no residual changes."""
+    """One bad value at one worker: every worker sees NaN in every bucket, since the step is skipped as a whole, and no
+    residual changes: what the other buckets had sent would be lost."""
     training = Training(ops, compressor, [(40,), (10,), (), (200,)], workers=3, bucket_bytes=300, adds=adds)
     training.run("normal", steps=3)
     before = [residuals_of(engine) for engine in training.engines]
     gradients = [{each.name: np.ones(each.size, np.float32) for each in training.parameters} for _ in range(3)]
     gradients[1]["p1"][7] = poison
     results = step(training.cluster, training.engines, ops, gradients)
-    (bucket,) = (bucket for bucket in training.engines[0].buckets if "p1" in {each.name for each in bucket.parameters})
-    assert 1 < len(bucket.parameters) < 4
     for engine, old, result in zip(training.engines, before, results, strict=True):
         new = residuals_of(engine)
         for each in training.parameters:
-            skipped = each in bucket.parameters
-            assert np.isnan(result[each.name]).all() == skipped
-            assert np.isfinite(result[each.name]).all() != skipped
-            assert not skipped or np.array_equal(old[each.name], new[each.name])
-        assert engine.counters.total.non_finite == engine.counters.bucket(bucket.name).non_finite == 1
+            assert np.isnan(result[each.name]).all()
+            assert np.array_equal(old[each.name], new[each.name])
+        assert len(engine.buckets) > 1
+        assert [bucket.non_finite for bucket in engine.counters.buckets.values()] == [1] * len(engine.buckets)
     training.run("normal", steps=3)
 
 

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from value_codes import CONTEXT, assert_unbiased, coded, through
 
 from hvd_gradcomp.compressors import Int8, Linear
-from hvd_gradcomp.ops import Ops, backend
+from hvd_gradcomp.compressors.linear import quantize
+from hvd_gradcomp.ops import Array, Ops, backend
+from hvd_gradcomp.ops.numpy_ops import NumpyOps
 
 
 def steps_of(values: np.ndarray, block: int, most: int) -> np.ndarray:
@@ -70,3 +72,16 @@ def test_a_block_of_tiny_values_is_kept_for_later(ops: Ops) -> None:
     values = np.full(64, 1e-29, np.float32)
     _, residual = Linear(bits=8, block=64).encode(ops, array_of(ops, values), CONTEXT)
     assert as_numpy(residual).tolist() == values.tolist()
+
+
+class LowestDraws(NumpyOps):
+    """Draws what comes once in 2**24 draws."""
+
+    def uniform(self, count: int, key: int, like: Array) -> Array:
+        return np.zeros(count, np.float32)
+
+
+def test_the_lowest_draw_moves_nothing_that_is_whole_or_subnormal() -> None:
+    values = np.float32([0, 1, -2, 1e-40, -1e-40, 0.25, -0.25])
+    levels, _ = quantize(LowestDraws(), values, np.float32([1]), 2**31, 3, key=1)
+    assert levels.tolist() == [0, 1, -2, 0, 0, 1, 0]

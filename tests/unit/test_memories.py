@@ -115,6 +115,29 @@ def test_momentum_correction_without_holding_back_is_momentum_sgd(ops):
         np.testing.assert_allclose(result, velocity, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("memory", FEEDBACKS, ids=str)
+def test_conservation_over_dense_fallback(ops, memory):
+    """Everything that was owed arrives, and the velocity goes on as in plain momentum SGD."""
+    run = Run(ops, TopK(ratio=0.1, memory=memory, dense_below=0), 3)
+    run.assert_conserved(run.step())
+    run.compressor = TopK(ratio=0.9, memory=memory, dense_below=0)
+    for engine in run.engines:
+        engine.compressor = run.compressor
+    for _ in range(2):
+        run.assert_conserved(run.step())
+        assert run.engines[0].counters.total.fallbacks > 0
+        for state in run.after:
+            assert all(set(parts) <= {"velocity"} for parts in state.values())
+            assert all((x != 0).all() for parts in state.values() for x in parts.values())
+
+
+def test_a_single_exchange_has_no_memory():
+    """As in hvd.allreduce: an average of gradients to come would be a tenth of this one."""
+    for method in (TopK(memory=Momentum()), TopK(memory=MomentumCorrection(clip=1.0)) >> Int8(), PowerSGD()):
+        assert method.without_memory().memory == NoMemory()
+        assert str(with_options(method, memory=NoMemory())) == str(method.without_memory())
+
+
 def test_small_tensors_get_momentum_too_and_travel_whole(ops):
     """An optimizer without momentum of its own must not leave biases without any."""
     for method in (DGC(), RandomK(memory=MomentumCorrection()), PowerSGD(memory=MomentumCorrection())):

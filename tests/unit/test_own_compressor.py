@@ -20,6 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "own-compressor.md"
 CODE, IMPORTS, USES, SPARSIFIER = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
+# Once for all tests: a spec name belongs to the class that took it first.
 @pytest.fixture(scope="session")
 def page() -> dict[str, Any]:
     """The names that the page defines. Its classes belong to no package, as those of a user's script."""

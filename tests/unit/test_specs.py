@@ -16,6 +16,7 @@ from hvd_gradcomp.compressors import (
     BF16,
     FP16,
     Chain,
+    Compression,
     Compressor,
     Int8,
     NoCompression,
@@ -41,6 +42,24 @@ codes = st.one_of(
     st.builds(NoCompression, memory=memories, dense_below=sizes),
 )
 compressors = st.one_of(topks, codes, st.builds(lambda left, right: left >> right, topks, codes))
+
+
+def test_every_method_has_one_name_in_specs_and_in_compression():
+    """Horovod's habit: an attribute that is passed as it is, or called with hyper-parameters."""
+    names = [name for name in vars(Compression) if not name.startswith("_")]
+    assert len(names) >= 20
+    for name in names:
+        method = as_compressor(getattr(Compression, name))
+        assert method == as_compressor(getattr(Compression, name)()) == compression_from_spec(name)
+    assert Compression.powersgd(rank=4) == compression_from_spec("powersgd(rank=4)")
+    assert str(Compression.dgc(ratio=0.001) >> Compression.fp16) == "dgc >> fp16"
+    assert {each.spec_name for each in _all(Compressor) if hasattr(each, "spec_name")} - {">>"} <= set(names)
+
+
+def _all(base: type) -> set[type]:
+    """The subclasses of this package, however deep."""
+    found = {each for child in base.__subclasses__() for each in {child, *_all(child)}}
+    return {each for each in found if each.__module__.startswith("hvd_gradcomp")}
 
 
 @settings(max_examples=200)
