@@ -17,6 +17,7 @@ import json
 import re
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,8 +186,8 @@ def captured(
 def measure(method: Method, captured: list[Gradients]) -> dict[str, float]:
     """One worker alone: what it sends of each gradient, without memory, and how long that takes there and back.
 
-    Gradients in a row, so that what a method keeps (the factors of PowerSGD) is warm. The last one is measured, and the
-    time is the shortest of all: other programs may disturb some.
+    Gradients in a row, so that what a method keeps (the factors of PowerSGD) is warm. The last one is measured; the
+    time is the processor's, and the shortest of all: other programs may disturb some.
     """
     # Past any warm-up.
     compressor = method.compressor.at(10**6).without_memory()
@@ -200,11 +201,13 @@ def measure(method: Method, captured: list[Gradients]) -> dict[str, float]:
     seconds = []
     for gradients in 2 * captured:
         engine.counters.reset()
-        for parameter in parameters:
-            engine.submit(parameter.name, gradients[parameter.name].clone().reshape(-1))
+        copies = {parameter.name: gradients[parameter.name].clone().reshape(-1) for parameter in parameters}
+        began = time.process_time()
+        for name, gradient in copies.items():
+            engine.submit(name, gradient)
         results = engine.finish()
+        seconds.append(time.process_time() - began)
         total = engine.counters.total
-        seconds.append(total.compress_seconds + total.decompress_seconds)
     x = torch.cat([captured[-1][each.name].reshape(-1) for each in parameters]).double()
     sent = torch.cat([results[each.name] for each in parameters]).double()
     return {
@@ -279,8 +282,8 @@ def document(found: dict[str, dict[str, dict]]) -> str:
     lines = [
         "# The methods, measured",
         "",
-        "Made by `python benchmarks/methods.py`; what each method does is in its docstring. Times are of one core and",
-        "comparable within this table only.",
+        "Made by `python benchmarks/methods.py`; what each method does is in its docstring. Times are processor time",
+        "of one core, with native kernels where there are any, comparable within this table only.",
         "",
         "## On real gradients",
         "",
@@ -314,28 +317,26 @@ def document(found: dict[str, dict[str, dict]]) -> str:
 
 def training_table(found: dict[str, dict[str, float]]) -> list[str]:
     """The accuracies of each method beside those without compression."""
-    rows: dict[str, list[dict[str, float]]] = {}
-    epochs = set()
+    rows: dict[tuple[int, str], list[dict[str, float]]] = {}
     for key, result in found.items():
-        spec, _, number = key.rsplit("|", 2)
-        rows.setdefault(spec, []).append(result)
-        epochs.add(number)
-    dense = statistics.mean(each["accuracy"] for each in rows["none"]) if "none" in rows else float("nan")
+        spec, _, epochs = key.rsplit("|", 2)
+        rows.setdefault((int(epochs), spec), []).append(result)
     lines = [
-        f"The digits of examples/train.py, {WORKERS} workers, batches of 16 each, {' or '.join(sorted(epochs))} epochs",
-        "and the memory in the spec (the method's default where none is named). Momentum 0.9 is the optimizer's, or",
+        f"The digits of examples/train.py, {WORKERS} workers, batches of 16 each, learning rate and schedule as there,",
+        "with the memory in the spec (the method's default where none is named). Momentum 0.9 is the optimizer's, or",
         "the memory's where that carries it. Accuracy on the 450 test images, of which one is 0.22 points; `sent` is",
         "relative to float32 gradients of the tensors that are compressed.",
         "",
-        "| method | seeds | accuracy, mean | lowest | against none | sent | |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| epochs | method | seeds | accuracy, mean | lowest | against none | sent | |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     notes = {method.spec: method.note for method in METHODS}
-    for spec, results in rows.items():
+    for (epochs, spec), results in sorted(rows.items(), key=lambda row: row[0][0]):
         accuracies = [100 * each["accuracy"] for each in results]
         mean = statistics.mean(accuracies)
+        dense = statistics.mean(100 * each["accuracy"] for each in rows.get((epochs, "none"), results))
         lines.append(
-            f"| `{spec}` | {len(results)} | {mean:.2f} | {min(accuracies):.2f} | {mean - 100 * dense:+.2f} | "
+            f"| {epochs} | `{spec}` | {len(results)} | {mean:.2f} | {min(accuracies):.2f} | {mean - dense:+.2f} | "
             f"{results[0]['sent']:.2%} | {notes.get(spec, '')} |"
         )
     return lines
