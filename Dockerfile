@@ -6,7 +6,7 @@
 #     docker build -t hvd_gradcomp:cuda --build-arg BASE=nvidia/cuda:12.9.1-cudnn-devel-ubuntu24.04 \
 #         --build-arg HOROVOD_GPU_OPERATIONS=NCCL .
 #     TORCH and PIP_EXTRA_INDEX_URL choose another wheel of torch, for the CUDA of the base:
-#         --build-arg TORCH=torch==2.13.0+cu129 --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu129
+#         --build-arg TORCH=torch==2.13.0+cu129 --build-arg PIP_EXTRA_INDEX_URL=<PyTorch's index for cu129>
 # Without TensorFlow, 1.3 GB smaller:
 #     --build-arg EXTRAS=torch,examples
 #

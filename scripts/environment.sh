@@ -66,7 +66,7 @@ if [ -n "${HOROVOD_GPU_OPERATIONS:-}" ] || [ "$(uname -m)" != x86_64 ]; then
 fi
 
 # PyPI's torch for Linux on x86-64 is the CUDA build, with gigabytes of libraries that a machine without a GPU never
-# loads. The CPU build comes from whatever index pip is set up with, or else from PyTorch's own.
+# loads. The CPU build comes from whatever index pip is set up with.
 tested=$(sed -n 's/^torch==//p' constraints.txt)
 present=$(python -c 'import importlib.metadata as m; print(m.version("torch").split("+")[0])' 2>/dev/null || true)
 if [ -n "${TORCH:-}" ]; then
@@ -76,8 +76,11 @@ elif [ "$present" = "$tested" ]; then
 elif [ $gpu = yes ]; then
     "${pip[@]}" torch
 else
-    "${pip[@]}" "torch==$tested+cpu" 2>/dev/null ||
-        "${pip[@]}" --extra-index-url https://download.pytorch.org/whl/cpu "torch==$tested+cpu"
+    # Where pip is not set up with an index that has it, the plain name brings the large build, which works as well.
+    "${pip[@]}" "torch==$tested+cpu" 2>/dev/null || {
+        say "no CPU build of torch in pip's indexes (PIP_EXTRA_INDEX_URL can name PyTorch's own): taking the CUDA build"
+        "${pip[@]}" "torch==$tested"
+    }
 fi
 case ,$extras, in
     *,tensorflow,*)

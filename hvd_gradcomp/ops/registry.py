@@ -14,12 +14,13 @@ from hvd_gradcomp.ops.base import Array, Ops
 _BACKENDS = {
     "numpy": ("hvd_gradcomp.ops.numpy_ops", "NumpyOps"),
     "torch": ("hvd_gradcomp.ops.torch_ops", "TorchOps"),
+    "tensorflow": ("hvd_gradcomp.ops.tensorflow_ops", "TensorFlowOps"),
 }
 
 
 @cache
 def backend(name: str) -> Ops:
-    """The primitives called `name`: "numpy" or "torch".
+    """The primitives called `name`: "numpy", "torch" or "tensorflow".
 
     Raises:
         UnsupportedError: there is no backend of that name.

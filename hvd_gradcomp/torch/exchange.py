@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from hvd_gradcomp.compressors import Compressor
 from hvd_gradcomp.engine import Engine, Parameter
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.telemetry import Counters
+from hvd_gradcomp.torch.gradients import all_finite, owns_its_memory, sparse_dims
 from hvd_gradcomp.torch.transport import HorovodTransport, wait
 
 _KINDS = {
@@ -93,7 +94,7 @@ class GradientExchange:
         if not self._is_compressed(p):
             return self._submit_dense(p, name)
         gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
-        taken = p.grad.is_sparse or _owns_its_memory(gradient)
+        taken = p.grad.is_sparse or owns_its_memory(gradient)
         if not p.requires_grad:
             gradient = self._frozen(p, name)
         self.engine.submit(name, gradient if taken else gradient.clone())
@@ -105,7 +106,7 @@ class GradientExchange:
             whole = {name: waiting() for name, waiting in self._uncompressed.items()}
             self._results.update(whole)
             # Loss scaling looks at all gradients: the step is skipped whichever of them is not finite.
-            usable = self.compressor.meets == "dense" or _all_finite(whole.values())
+            usable = self.compressor.meets == "dense" or all_finite(whole.values())
             self._results.update(self.engine.finish(usable))
         finally:
             self._end_step()
@@ -121,6 +122,9 @@ class GradientExchange:
                 other workers.
         """
         exchanged = self._exchanged_parameters()
+        if self._is_alone():
+            self._add_what_is_owed(exchanged)
+            return
         if self._have_met or not exchanged or self.compressor.meets == "dense":
             return
         self._greet(exchanged[0])
@@ -136,7 +140,7 @@ class GradientExchange:
         self.engine.conclude_agreement()
         if not self.optimizer.sparse_as_dense:
             dense = [int(p.grad is not None and not p.grad.is_sparse) for p in exchanged]
-            sparse = [self._sparse.get(self.names[p], 0) or _sparse_dims(p) for p in exchanged]
+            sparse = [self._sparse.get(self.names[p], 0) or sparse_dims(p) for p in exchanged]
             layouts = torch.tensor([dense, sparse], dtype=torch.int32)
             name = f"{self.scope}{self._first_name()}.layouts"
             process_set = self.optimizer.process_set
@@ -163,8 +167,14 @@ class GradientExchange:
         return [p for p in self._exchanged_parameters() if self._is_compressed(p)]
 
     def _exchanged_parameters(self) -> list[torch.Tensor]:
-        exchanged = self.optimizer._requires_update
-        return [p for group in self.optimizer.param_groups for p in group["params"] if p in exchanged]
+        ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if self._is_alone():
+            return [p for p in ordered if p.requires_grad]
+        return [p for p in ordered if p in self.optimizer._requires_update]
+
+    def _is_alone(self) -> bool:
+        """Whether Horovod exchanges nothing, because this is the only worker."""
+        return mpi_ops.size() == 1 and not self.optimizer._requires_update
 
     def _first_name(self) -> str:
         return min(self.names.values(), default="")
@@ -240,9 +250,19 @@ class GradientExchange:
         self._set_aside[name] = {part: parts.pop(part) for part in self.compressor.memory.parts if part in parts}
         return torch.zeros_like(p.grad)
 
+    def _add_what_is_owed(self, parameters: list[torch.Tensor]) -> None:
+        """On a worker on its own, apply what a checkpoint of several workers had not sent yet, all of it at once."""
+        if not self.engine.residuals or not all_finite(p.grad for p in parameters if p.grad is not None):
+            return
+        for p in parameters:
+            residual = self.engine.state.get(self.names[p], {}).pop("residual", None)
+            if residual is not None:
+                owed = residual.view(p.shape).to(p.dtype)
+                p.grad = owed if p.grad is None else owed.add_(p.grad)
+
     def _submit_sparse(self, p: torch.Tensor, name: str) -> Handle:
         """A sparse gradient travels as Horovod sends it: all indices and values by allgather."""
-        self._sparse[name] = _sparse_dims(p)
+        self._sparse[name] = sparse_dims(p)
         if self._is_compressed(p):
             self.engine.submit(name, None)
         handle, _ = self.optimizer._sparse_allreduce_grad_async(p, f"{self.scope}{name}")
@@ -314,32 +334,6 @@ class GradientExchange:
         self._results.clear()
         if self.compressor.memory.keeps and self.compressed_parameters() and not self.engine.state:
             self._warn_about_residuals = True
-
-
-def _owns_its_memory(gradient: torch.Tensor) -> bool:
-    """Whether nothing but this gradient lies in its memory, so that the engine may keep it as a residual."""
-    storage = gradient.untyped_storage()
-    whole = storage.nbytes() == gradient.numel() * gradient.element_size()
-    # Memory that cannot be resized is somebody else's, such as a numpy array's. A tensor made by detach() looks at the
-    # same memory without being a view, so only the count of those that hold it can tell: the gradient and `storage`
-    # here, and inside a hook autograd, twice, if it has just made the gradient.
-    alone = storage.resizable() and _holders(storage) in (2, 4)
-    return whole and alone and gradient.is_contiguous() and not gradient._is_view()
-
-
-def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    finite = [(t._values() if t.is_sparse else t).isfinite().all() for t in tensors]
-    return not finite or bool(torch.stack(finite).all())
-
-
-def _holders(storage: torch.UntypedStorage) -> int:
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return -1 if count is None else int(count(storage._cdata))
-
-
-def _sparse_dims(p: torch.Tensor) -> int:
-    """The number of sparse dimensions of the gradient of `p`, 0 for none or a dense one."""
-    return p.grad.sparse_dim() if p.grad is not None and p.grad.is_sparse else 0
 
 
 def require_members(optimizer: Any) -> None:

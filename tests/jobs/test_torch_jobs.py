@@ -160,3 +160,39 @@ def test_a_worker_that_dies_in_the_middle_of_a_step_ends_the_job(scenario: str, 
     assert time.monotonic() - started < JOB_LIMIT
     assert status != 0
     assert not any(outcome.get("error") == "" for outcome in outcomes[scenario]), "a worker went on without the others"
+
+
+@pytest.mark.parametrize("launcher", [[], ["horovodrun", "--gloo", "-np", "1"]], ids=["alone", "horovodrun"])
+def test_one_worker_trains_as_without_horovod(launcher: list[str]) -> None:
+    script = str(Path(__file__).with_name("one_worker.py"))
+    finished = subprocess.run(
+        [*launcher, sys.executable, script], env=environment(), capture_output=True, text=True, timeout=JOB_LIMIT
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "one worker: fine" in finished.stdout
+
+
+def test_import_without_registration() -> None:
+    """HVD_GRADCOMP_REGISTER=0 leaves Horovod's classes alone; the package's own optimizer works all the same."""
+    script = """
+import horovod.torch as hvd
+from horovod.torch import optimizer as stock
+before = dict(vars(stock._DistributedOptimizer)), dict(vars(stock._DistributedAdasumOptimizer))
+import hvd_gradcomp.torch as hg
+import torch
+hvd.init()
+model = torch.nn.Linear(50, 40)
+optimizer = hg.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), compression=hg.TopKInt8)
+assert hg.counters(optimizer).total.sent_bytes == 0
+assert before == (dict(vars(stock._DistributedOptimizer)), dict(vars(stock._DistributedAdasumOptimizer)))
+hg.register()
+assert before[0] != dict(vars(stock._DistributedOptimizer))
+"""
+    finished = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**environment(), "HVD_GRADCOMP_REGISTER": "0"},
+        capture_output=True,
+        text=True,
+        timeout=JOB_LIMIT,
+    )
+    assert finished.returncode == 0, finished.stderr

@@ -97,8 +97,9 @@ uint64_t encode_sparse8(float* x, size_t size, const int64_t* positions, size_t 
     store(header + 4, static_cast<uint32_t>(size));
     store(header + 8, static_cast<uint32_t>(count));
     store(header + 12, static_cast<uint32_t>(body));
-    write_positions(plan, positions, count, size, &writer);
-    write_linear8_residual(x, count == size ? nullptr : positions, count, block_log2, &writer);
+    PositionWriter position_writer(plan, count, size, &writer);
+    write_linear8_residual(x, count == size ? nullptr : positions, count, block_log2, &position_writer, &writer);
+    position_writer.finish();
     return static_cast<uint64_t>(writer.data - out);
 }
 

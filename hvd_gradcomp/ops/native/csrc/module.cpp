@@ -105,7 +105,9 @@ PyObject* encode_positions_(PyObject*, PyObject* arguments) {
         const PositionCode plan = plan_positions(from, static_cast<size_t>(count), static_cast<uint64_t>(size));
         if (!plan.valid || plan.bytes > static_cast<uint64_t>(capacity)) return 0;
         Writer writer{at<uint8_t>(out)};
-        write_positions(plan, from, static_cast<size_t>(count), static_cast<uint64_t>(size), &writer);
+        PositionWriter position_writer(plan, static_cast<size_t>(count), static_cast<uint64_t>(size), &writer);
+        position_writer.put(from, static_cast<size_t>(count));
+        position_writer.finish();
         return plan.bytes;
     });
     return PyLong_FromUnsignedLongLong(bytes);

@@ -11,60 +11,6 @@ enum Code { kAll = 0, kRice = 1, kBitmap = 2, kRaw = 3 };
 constexpr uint64_t kHeaderBytes = 8;
 constexpr int kGuesses = 4;  // from two below the guess to one above
 
-// Appends groups of at most 32 bits, lowest bit first.
-class BitWriter {
-   public:
-    explicit BitWriter(uint8_t* to) : to_(to) {}
-
-    void put(uint64_t value, int width) {
-        pending_ |= value << used_;
-        used_ += width;
-        if (used_ >= 32) {
-            store(to_, static_cast<uint32_t>(pending_));
-            to_ += 4;
-            pending_ >>= 32;
-            used_ -= 32;
-        }
-    }
-
-    void finish() {
-        for (; used_ > 0; used_ -= 8, pending_ >>= 8) *to_++ = static_cast<uint8_t>(pending_);
-    }
-
-   private:
-    uint8_t* to_;
-    uint64_t pending_ = 0;
-    int used_ = 0;
-};
-
-// Sets single bits, given in ascending order, and clears all others of `bytes` bytes.
-class MarkWriter {
-   public:
-    MarkWriter(uint8_t* to, uint64_t bytes) : to_(to), bytes_(bytes) {}
-
-    void mark(uint64_t bit) {
-        while (bit >= start_ + 64) flush();
-        word_ |= uint64_t{1} << (bit - start_);
-    }
-
-    void finish() {
-        while (start_ / 8 < bytes_) flush();
-    }
-
-   private:
-    void flush() {
-        const uint64_t at = start_ / 8;
-        std::memcpy(to_ + at, &word_, bytes_ - at < 8 ? bytes_ - at : 8);
-        word_ = 0;
-        start_ += 64;
-    }
-
-    uint8_t* to_;
-    uint64_t bytes_;
-    uint64_t start_ = 0;
-    uint64_t word_ = 0;
-};
-
 // The 8 bytes at `from`, zeros for those at or above `end`.
 uint64_t load_word(const uint8_t* from, const uint8_t* end) {
     if (end - from >= 8) return load<uint64_t>(from);
@@ -132,36 +78,53 @@ PositionCode plan_positions(const int64_t* positions, size_t count, uint64_t siz
     return plan;
 }
 
-void write_positions(const PositionCode& plan, const int64_t* positions, size_t count, uint64_t size, Writer* to) {
+PositionWriter::PositionWriter(const PositionCode& plan, size_t count, uint64_t size, Writer* to)
+    : code_(plan.code), rice_bits_(plan.rice_bits) {
     uint8_t* header = to->room(kHeaderBytes);
     std::memset(header, 0, kHeaderBytes);
     header[0] = static_cast<uint8_t>(plan.code);
-    if (plan.code == kRice) {
+    if (code_ == kRice) {
         const uint64_t unary_bytes = octets(plan.unary_bits);
         header[1] = static_cast<uint8_t>(plan.rice_bits);
         store(header + 4, static_cast<uint32_t>(unary_bytes));
-        BitWriter low(to->room(octets(static_cast<uint64_t>(plan.rice_bits) * count)));
-        MarkWriter unary(to->room(unary_bytes), unary_bytes);
-        const uint64_t mask = (uint64_t{1} << plan.rice_bits) - 1;
-        uint64_t following = 0;
-        uint64_t end = 0;
+        low_ = BitWriter(to->room(octets(static_cast<uint64_t>(plan.rice_bits) * count)));
+        marks_ = MarkWriter(to->room(unary_bytes), unary_bytes);
+    } else if (code_ == kBitmap) {
+        marks_ = MarkWriter(to->room(octets(size)), octets(size));
+    } else if (code_ == kRaw) {
+        raw_ = to->room(4 * count);
+    }
+}
+
+void PositionWriter::put(const int64_t* positions, size_t count) {
+    if (code_ == kRice) {
+        // In variables of its own, which no store of a byte can be suspected to change.
+        BitWriter low = low_;
+        MarkWriter marks = marks_;
+        uint64_t following = following_, end = end_;
+        const int bits = rice_bits_;
+        const uint64_t mask = (uint64_t{1} << bits) - 1;
         for (size_t i = 0; i < count; ++i) {
             const uint64_t gap = static_cast<uint64_t>(positions[i]) - following;
             following = static_cast<uint64_t>(positions[i]) + 1;
-            low.put(gap & mask, plan.rice_bits);
-            end += gap >> plan.rice_bits;
-            unary.mark(end++);
+            low.put(gap & mask, bits);
+            end += gap >> bits;
+            marks.mark(end++);
         }
-        low.finish();
-        unary.finish();
-    } else if (plan.code == kBitmap) {
-        MarkWriter marks(to->room(octets(size)), octets(size));
-        for (size_t i = 0; i < count; ++i) marks.mark(static_cast<uint64_t>(positions[i]));
-        marks.finish();
-    } else if (plan.code == kRaw) {
-        uint8_t* raw = to->room(4 * count);
-        for (size_t i = 0; i < count; ++i) store(raw + 4 * i, static_cast<uint32_t>(positions[i]));
+        low_ = low;
+        marks_ = marks;
+        following_ = following;
+        end_ = end;
+    } else if (code_ == kBitmap) {
+        for (size_t i = 0; i < count; ++i) marks_.mark(static_cast<uint64_t>(positions[i]));
+    } else if (code_ == kRaw) {
+        for (size_t i = 0; i < count; ++i, raw_ += 4) store(raw_, static_cast<uint32_t>(positions[i]));
     }
+}
+
+void PositionWriter::finish() {
+    low_.finish();
+    marks_.finish();
 }
 
 bool PositionReader::open(Reader* from, uint64_t size, uint64_t count) {

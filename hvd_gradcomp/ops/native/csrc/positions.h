@@ -20,8 +20,77 @@ struct PositionCode {
 // `positions` may be null when `count` is 0 or `size`.
 PositionCode plan_positions(const int64_t* positions, size_t count, uint64_t size);
 
-// Writes the plan's `bytes`; returns what follows them.
-void write_positions(const PositionCode& plan, const int64_t* positions, size_t count, uint64_t size, Writer* to);
+// Appends groups of at most 32 bits, lowest bit first.
+class BitWriter {
+   public:
+    explicit BitWriter(uint8_t* to = nullptr) : to_(to) {}
+
+    void put(uint64_t value, int width) {
+        pending_ |= value << used_;
+        used_ += width;
+        if (used_ >= 32) {
+            store(to_, static_cast<uint32_t>(pending_));
+            to_ += 4;
+            pending_ >>= 32;
+            used_ -= 32;
+        }
+    }
+
+    void finish() {
+        for (; used_ > 0; used_ -= 8, pending_ >>= 8) *to_++ = static_cast<uint8_t>(pending_);
+    }
+
+   private:
+    uint8_t* to_;
+    uint64_t pending_ = 0;
+    int used_ = 0;
+};
+
+// Sets single bits, given in ascending order, and clears all others of `bytes` bytes.
+class MarkWriter {
+   public:
+    explicit MarkWriter(uint8_t* to = nullptr, uint64_t bytes = 0) : to_(to), bytes_(bytes) {}
+
+    void mark(uint64_t bit) {
+        while (bit >= start_ + 64) flush();
+        word_ |= uint64_t{1} << (bit - start_);
+    }
+
+    void finish() {
+        while (start_ / 8 < bytes_) flush();
+    }
+
+   private:
+    void flush() {
+        const uint64_t at = start_ / 8;
+        std::memcpy(to_ + at, &word_, bytes_ - at < 8 ? bytes_ - at : 8);
+        word_ = 0;
+        start_ += 64;
+    }
+
+    uint8_t* to_;
+    uint64_t bytes_;
+    uint64_t start_ = 0;
+    uint64_t word_ = 0;
+};
+
+// Writes the plan's `bytes`, of which the first are there at once and the others as positions are put.
+class PositionWriter {
+   public:
+    PositionWriter(const PositionCode& plan, size_t count, uint64_t size, Writer* to);
+    // The next positions; all are needed before `finish`, unless the plan is for all of the array.
+    void put(const int64_t* positions, size_t count);
+    void finish();
+
+   private:
+    int code_;
+    int rice_bits_;
+    uint64_t following_ = 0;  // one above the last position
+    uint64_t end_ = 0;        // one above the last mark of the unary stream
+    BitWriter low_;
+    MarkWriter marks_;
+    uint8_t* raw_ = nullptr;
+};
 
 // Reads positions step by step, each checked to be inside the array and above the one before.
 class PositionReader {

@@ -81,7 +81,8 @@ void write_linear8(const float* values, size_t count, int block_log2, float* dec
     }
 }
 
-void write_linear8_residual(float* x, const int64_t* positions, size_t count, int block_log2, Writer* to) {
+void write_linear8_residual(float* x, const int64_t* positions, size_t count, int block_log2,
+                            PositionWriter* position_writer, Writer* to) {
     const Linear8Room room(to, count, block_log2);
     const size_t block = size_t{1} << block_log2;
     float buffer[kBuffer];
@@ -99,10 +100,11 @@ void write_linear8_residual(float* x, const int64_t* positions, size_t count, in
         uint32_t largest = 0;
         for (size_t from = start; from < end; from += kBuffer) {
             const size_t length = std::min(kBuffer, end - from);
-            gather(from, length);
             for (size_t i = from + length; i < std::min(count, from + 2 * length); ++i) {
                 __builtin_prefetch(x + positions[i]);
             }
+            position_writer->put(positions + from, length);
+            gather(from, length);
             largest = std::max(largest, loops().add(buffer, nullptr, length));
         }
         const float step = step_of(largest);

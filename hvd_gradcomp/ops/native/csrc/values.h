@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "bytes.h"
+#include "positions.h"
 
 namespace gradcomp {
 
@@ -15,7 +16,9 @@ uint64_t linear8_bytes(uint64_t count, int block_log2);
 void write_linear8(const float* values, size_t count, int block_log2, float* decoded, Writer* to);
 
 // The same for the values of x at `positions` (null means all), in whose place what the code leaves over is put.
-void write_linear8_residual(float* x, const int64_t* positions, size_t count, int block_log2, Writer* to);
+// Writes the positions on the way, while values wait to come from memory.
+void write_linear8_residual(float* x, const int64_t* positions, size_t count, int block_log2,
+                            PositionWriter* position_writer, Writer* to);
 
 // Reads values by their number among the kept ones.
 class ValueReader {

@@ -1,0 +1,100 @@
+"""The door for TensorFlow: compressors that `horovod.tensorflow` accepts wherever it takes `compression=`.
+
+    import horovod.tensorflow as hvd
+    from hvd_gradcomp.tensorflow import TopKInt8
+    tape = hvd.DistributedGradientTape(tape, compression=TopKInt8)
+
+Importing this module registers the compressors with Horovod (see `register`); no file of Horovod is changed. Set
+HVD_GRADCOMP_REGISTER=0 to import it without, and use its own `DistributedGradientTape` instead. For Keras 3 there is
+`hvd_gradcomp.tensorflow.keras`.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hvd_gradcomp.compressors import (
+    BF16,
+    DGC,
+    FP16,
+    QSGD,
+    Chain,
+    Compression,
+    Compressor,
+    CountSketch,
+    Dynamic8,
+    Int8,
+    Linear,
+    Natural,
+    NoCompression,
+    OneBit,
+    PowerSGD,
+    RandomK,
+    ScaledSign,
+    SharedTernGrad,
+    Sign,
+    TernGrad,
+    Threshold,
+    TopK,
+    TopKInt8,
+    compression_from_spec,
+    register_spec,
+)
+from hvd_gradcomp.errors import ConfigurationError, GradcompError, NonFiniteError, PayloadError, UnsupportedError
+from hvd_gradcomp.feedback import ErrorFeedback, Momentum, MomentumCorrection, NoMemory
+from hvd_gradcomp.tensorflow.allreduce import Tokens
+from hvd_gradcomp.tensorflow.checkpoint import (
+    counters,
+    load_residual_state_dict,
+    residual_state_dict,
+    residuals,
+)
+from hvd_gradcomp.tensorflow.registration import DistributedGradientTape, register, unregister
+
+__all__ = [
+    "BF16",
+    "DGC",
+    "FP16",
+    "QSGD",
+    "Chain",
+    "Compression",
+    "Compressor",
+    "ConfigurationError",
+    "CountSketch",
+    "DistributedGradientTape",
+    "Dynamic8",
+    "ErrorFeedback",
+    "GradcompError",
+    "Int8",
+    "Linear",
+    "Momentum",
+    "MomentumCorrection",
+    "Natural",
+    "NoCompression",
+    "NoMemory",
+    "NonFiniteError",
+    "OneBit",
+    "PayloadError",
+    "PowerSGD",
+    "RandomK",
+    "ScaledSign",
+    "SharedTernGrad",
+    "Sign",
+    "TernGrad",
+    "Threshold",
+    "TopK",
+    "TopKInt8",
+    "UnsupportedError",
+    "compression_from_spec",
+    "counters",
+    "load_residual_state_dict",
+    "register",
+    "register_spec",
+    "residual_state_dict",
+    "residuals",
+    "unregister",
+]
+
+Tokens.install()
+if os.environ.get("HVD_GRADCOMP_REGISTER", "1") != "0":
+    register()

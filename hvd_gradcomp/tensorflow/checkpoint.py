@@ -1,0 +1,108 @@
+"""What users may ask about an exchange: its counters, its residuals as variables or for a job of another size."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_gradcomp.collectives import Allreduce
+from hvd_gradcomp.feedback import mean_residuals, residuals_from
+from hvd_gradcomp.ops import backend
+from hvd_gradcomp.telemetry import Counters
+from hvd_gradcomp.tensorflow.host import exact_floats
+from hvd_gradcomp.tensorflow.paths import paths_of, tensorflow_variable
+from hvd_gradcomp.tensorflow.reducer import find_exchange
+from hvd_gradcomp.tensorflow.state import Residuals
+
+
+def counters(owner: Any) -> Counters:
+    """What this worker has sent so far for `owner`: a tape, an optimizer, or the list of variables of either.
+
+    Raises:
+        ConfigurationError: no exchange of compressed gradients belongs to it, or there was no step yet.
+    """
+    return find_exchange(owner).engine.counters
+
+
+def residuals(variables: Sequence[Any]) -> Residuals:
+    """The residuals of `variables` on this worker, to be given to `tf.train.Checkpoint` before or after the first step.
+
+        checkpoint = tf.train.Checkpoint(model=model, residuals=residuals(model.trainable_variables))
+
+    Each worker has residuals of its own and writes a checkpoint of its own.
+    """
+    inner = [tensorflow_variable(each) for each in variables]
+    named = zip(inner, paths_of(inner), strict=True)
+    usable = [(each, path) for each, path in named if each.dtype.is_floating and each.shape.is_fully_defined()]
+    return Residuals([each for each, _ in usable], [path for _, path in usable])
+
+
+def residual_state_dict(owner: Any) -> dict[str, object]:
+    """What the workers keep, by path, as numpy arrays: a checkpoint that serves any number of workers.
+
+    That is the mean of their residuals and of whatever else the memory keeps (velocities), what a method keeps besides
+    (the factors of PowerSGD), and the step that schedules go by. A collective call: every worker of the process set
+    must make it, between two steps; each gets the same values. With averaged gradients the mean says all that is still
+    owed to the variables; for op=Sum it does so as long as the number of workers stays the same.
+
+    Args:
+        owner: see `counters`.
+
+    Raises:
+        ConfigurationError: see `counters`.
+    """
+    exchange = find_exchange(owner)
+    transport = exchange.transport
+    memory = exchange.settings.compressor.memory
+    totals: dict[str, dict[str, np.ndarray]] = {}
+    shared = {}
+    with exact_floats():
+        state, step = exchange.residuals.read()
+        for parameter in exchange.engine.parameters:
+            own = state.get(parameter.name, {})
+            for part in memory.parts:
+                mine = np.asarray(own.get(part, np.zeros(parameter.size, np.float32)))
+                request = Allreduce(mine, "float32")
+                total = transport.wait(transport.start(request, f"{parameter.name}.{part}"))
+                totals.setdefault(parameter.name, {})[part] = total
+            others = {part: np.asarray(value) for part, value in own.items() if part not in memory.parts}
+            if others:
+                shared[parameter.name] = others
+        return mean_residuals(backend("numpy"), totals, transport.workers, shared=shared, step=step)
+
+
+def load_residual_state_dict(variables: Sequence[Any], state: Any) -> None:
+    """Give this worker the mean residual saved by `residual_state_dict`, whatever the number of workers is now.
+
+    Every worker must load it: where rank 0 alone reads the checkpoint, pass on `hvd.broadcast_object(state)`.
+
+    Args:
+        variables: whose gradients are compressed; others among them are left alone.
+        state: what was saved; None, for a checkpoint without residuals, gives a warning and starts from zero.
+
+    Raises:
+        ConfigurationError: `state` is something else, or belongs to another model.
+    """
+    target = residuals(variables)
+    if state is None:
+        warnings.warn(
+            "the checkpoint holds no residuals: training starts again without what had not been sent when it was saved",
+            stacklevel=2,
+        )
+        target.write({}, 0)
+        return
+    sizes = {path: each.residual.shape.num_elements() for path, each in target.by_path.items()}
+    found, step = residuals_from(state, sizes)
+    unknown = sorted(set(state["mean"]) - set(sizes))
+    if unknown:
+        warnings.warn(
+            f"the checkpoint holds residuals of {unknown}, which are none of {sorted(sizes)}: they are left out. Keras "
+            "names variables after the models around them, so build the model as it was built when this was saved",
+            stacklevel=2,
+        )
+    target.write(
+        {path: {part: np.asarray(value) for part, value in parts.items()} for path, parts in found.items()}, step
+    )
