@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--over", choices=("mpi", "gloo"), action="append", help="may be repeated (default: both)")
     parser.add_argument("--tests", default="tests/parallel", help="folder or file (default: %(default)s)")
     parser.add_argument("--test-timeout", type=float, default=60, help="seconds for a test (default: %(default)s)")
-    parser.add_argument("--run-timeout", type=float, default=600, help="seconds for a run (default: %(default)s)")
+    parser.add_argument("--run-timeout", type=float, default=900, help="seconds for a run (default: %(default)s)")
     parser.add_argument("pytest", nargs="*", help="after --: more arguments for pytest")
     arguments = parser.parse_args()
 
