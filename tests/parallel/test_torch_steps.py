@@ -81,8 +81,10 @@ def test_step_after_synchronize_exchanges_once(compression: Any) -> None:
             twice.step()
         once.step()
     assert exchanges(twice) == exchanges(once) == 3
+    # Horovod may add the two in different orders, and rounds to float16 after each addition.
+    tolerance = 3e-2 if compression is FP16 else 1e-6
     for name, p in params.items():
-        torch.testing.assert_close(p, params_too[name], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(p, params_too[name], rtol=tolerance, atol=tolerance)
     assert_same_everywhere(params)
 
 
