@@ -59,7 +59,7 @@ def run(*options: str, workers: int | None, seconds: float = 200) -> subprocess.
 
 
 def without_ranks(printed: str) -> str:
-    """What the workers printed without the launcher's marks, which Open MPI puts before every piece that it happens to read."""
+    """What the workers printed, without the marks that a launcher puts before each piece it happens to read."""
     return re.sub(r"\[(1,)?\d+\]<std(out|err)>:", "", printed)
 
 
