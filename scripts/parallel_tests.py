@@ -1,5 +1,8 @@
 """Run tests/parallel with pytest inside horovodrun: 2 and 4 workers, over MPI and over Gloo.
 
+The tests of TensorFlow run in a launch of their own: once started, Horovod's core for TensorFlow talks to the other
+workers a thousand times a second, and all tests after that would be several times slower.
+
 Every worker runs the same pytest command and writes to a file of its own. Rank 0's output is shown as it comes; of the
 other workers, only those that failed are shown, in full, when the run is over. Nothing here can hang: pytest-timeout
 ends a process whose test sits in a collective for too long, and a run as a whole has a limit as well.
@@ -32,16 +35,18 @@ class Run:
 
     workers: int
     launcher: str  # "mpi" or "gloo"
+    tests: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.workers} workers over {self.launcher.upper() if self.launcher == 'mpi' else 'Gloo'}"
+        over = "MPI" if self.launcher == "mpi" else "Gloo"
+        return f"{self.workers} workers over {over}, {Path(self.tests[0]).stem}{' ...' if self.tests[1:] else ''}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--np", type=int, action="append", help="number of workers, may be repeated (default: 2 and 4)")
     parser.add_argument("--over", choices=("mpi", "gloo"), action="append", help="may be repeated (default: both)")
-    parser.add_argument("--tests", default="tests/parallel", help="folder or file (default: %(default)s)")
+    parser.add_argument("--tests", action="append", help="folder or file, may be repeated (default: tests/parallel)")
     parser.add_argument("--test-timeout", type=float, default=60, help="seconds for a test (default: %(default)s)")
     parser.add_argument("--run-timeout", type=float, default=900, help="seconds for a run (default: %(default)s)")
     parser.add_argument("pytest", nargs="*", help="after --: more arguments for pytest")
@@ -51,9 +56,11 @@ def main() -> None:
     if "mpi" in launchers and not built_with_mpi():
         say("SKIPPED: all runs over MPI, because this Horovod was built without it (no Open MPI when it was built)")
         launchers.remove("mpi")
-    runs = [Run(workers, launcher) for launcher in launchers for workers in arguments.np or [2, 4]]
+    launches = [(each,) for each in arguments.tests] if arguments.tests else launches_of(Path("tests/parallel"))
+    sizes = arguments.np or [2, 4]
+    runs = [Run(workers, over, tests) for over in launchers for workers in sizes for tests in launches]
 
-    command = [arguments.tests, "-v", f"--timeout={arguments.test_timeout}", "--timeout-method=thread"]
+    command = ["-v", f"--timeout={arguments.test_timeout}", "--timeout-method=thread"]
     # The workers share a folder: none may keep pytest's cache there.
     command += ["-p", "no:cacheprovider", *arguments.pytest]
     results = {run: execute(run, command, arguments.run_timeout) for run in runs}
@@ -62,6 +69,13 @@ def main() -> None:
         say(f"{run}: {problem or 'passed'}")
     if not results or any(results.values()):
         sys.exit(1)
+
+
+def launches_of(folder: Path) -> list[tuple[str, ...]]:
+    """All test files, those of TensorFlow apart."""
+    files = [str(path) for path in sorted(folder.glob("test_*.py"))]
+    tensorflow = [path for path in files if Path(path).name.startswith("test_tensorflow")]
+    return [tuple(path for path in files if path not in tensorflow), tuple(tensorflow)]
 
 
 def say(text: str) -> None:
@@ -75,6 +89,7 @@ def built_with_mpi() -> bool:
 
 def execute(run: Run, pytest_arguments: list[str], limit: float) -> str:
     """Launch one run and show its output; returns what went wrong, or an empty text."""
+    pytest_arguments = [*run.tests, *pytest_arguments]
     say(f"{run}: pytest {' '.join(pytest_arguments)}")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="parallel_tests-") as folder_name:
@@ -127,6 +142,8 @@ def worker_environment() -> dict[str, str]:
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        # Gloo's 30 seconds are not enough where workers wait for a core; a test has a limit of its own.
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": "120",
         # Name the tensor that a worker waits for, well before its test runs out of time.
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
         "PYTHONUNBUFFERED": "1",
