@@ -8,16 +8,8 @@ import horovod.torch as hvd
 import pytest
 import torch
 from horovod.torch import optimizer as stock
-from known_gradients import (
-    Reference,
-    all_gradients,
-    assert_gradients,
-    assert_same_everywhere,
-    backward,
-    gradients,
-    optimizer_for,
-    parameters,
-)
+from known_gradients import Reference, all_gradients, assert_gradients, backward, gradients, parameters
+from torch_workers import assert_same_everywhere, optimizer_for
 
 import hvd_gradcomp.torch as hg
 
