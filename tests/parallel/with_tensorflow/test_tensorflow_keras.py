@@ -310,6 +310,14 @@ def test_tapes_take_the_variables_of_keras():
     assert "logits/kernel" in "".join(counters(model.trainable_variables).buckets)
 
 
+def test_a_worker_with_a_compression_of_horovods_own_is_an_error_on_all():
+    variable = keras.Variable(np.zeros((40, 40), np.float32), name="w")
+    compression = hvd.Compression.fp16 if hvd.rank() else COMPRESSION
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)
+    with pytest.raises(ConfigurationError, match=r"rank [01] has .*Horovod compression = 'FP16Compressor'|'topk"):
+        optimizer.apply([tf.ones((40, 40))], [variable])
+
+
 def test_what_cannot_work_says_so():
     with pytest.raises(ConfigurationError, match="expected an optimizer of Keras 3"):
         hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1))
