@@ -40,6 +40,12 @@ class Presence:
         self._known = np.zeros(len(paths), np.uint8)
         self._asked = False
 
+    def forget(self) -> None:
+        """Ask anew with the next gradients, on all workers: they may be others than before."""
+        self._known[:] = MISSING
+        self._asked = False
+        self.engine.meet_again()
+
     def agree(self, gradients: Sequence[Any]) -> None:
         """Ask the other workers, where they have not been asked about these gradients yet.
 
