@@ -15,11 +15,11 @@ from horovod.torch import mpi_ops
 
 from hvd_gradcomp.collectives import Allgather
 from hvd_gradcomp.compressors import Compressor, NoCompression
-from hvd_gradcomp.engine import Engine, Parameter
+from hvd_gradcomp.engine import Parameter
 from hvd_gradcomp.engine.agreement import compare_settings, settings_message
+from hvd_gradcomp.engine.reduction import Reduction
 from hvd_gradcomp.errors import ConfigurationError, NonFiniteError
 from hvd_gradcomp.ops import backend
-from hvd_gradcomp.telemetry import Counters
 from hvd_gradcomp.torch.checkpoint import mean_state, state_from
 from hvd_gradcomp.torch.gradients import all_finite
 from hvd_gradcomp.torch.transport import HorovodTransport, wait
@@ -49,7 +49,6 @@ class Meeting:
         process_set: hvd.ProcessSet,
         scope: str,
     ) -> None:
-        self.counters = Counters()
         self._parameters = parameters
         self._has_anchors = compressor is not None or outer is not None
         self._compressor = compressor or NoCompression()
@@ -62,11 +61,10 @@ class Meeting:
         self._anchors: dict[str, torch.Tensor] = {}
         # Of the anchors that the workers have not compared yet.
         self._unchecked: int | None = None
-        self._large = {name for name, p in parameters.items() if self._compressor.takes(p.numel())}
-        self._engines = [
-            self._engine(self._compressor, self._large, "large:"),
-            self._engine(NoCompression(), parameters.keys() - self._large, "small:"),
-        ]
+        # Changes travel as float32 whatever the parameter is.
+        described = [Parameter(name, p.numel(), "float32", tuple(p.shape)) for name, p in parameters.items()]
+        self._reduction = Reduction(self._compressor, described, self._transport, scope=scope)
+        self.counters = self._reduction.counters
 
     def remember_start(self) -> None:
         """Before the first step: what the parameters are now is what the workers have in common."""
@@ -129,12 +127,12 @@ class Meeting:
 
     def residual_state_dict(self) -> dict[str, object]:
         """See `LocalSGD`."""
-        return mean_state(self._engines[0], self._compressed(), self._process_set)
+        return mean_state(self._reduction.large, self._compressed(), self._process_set)
 
     def load_residual_state_dict(self, state: Any) -> None:
         """See `LocalSGD`."""
         found, step = state_from(state, self._compressed())
-        self._engines[0].load_state(found, step)
+        self._reduction.large.load_state(found, step)
 
     # -- meeting ------------------------------------------------------------------------------------------------------
 
@@ -186,7 +184,7 @@ class Meeting:
         changes = {
             name: self._anchors[name] - p.detach().to(self._anchors[name].dtype) for name, p in self._parameters.items()
         }
-        mean = self._mean(changes) if self._transport.workers > 1 else changes
+        mean = self._reduction.reduce(changes) if self._transport.workers > 1 else changes
         if not all_finite(mean.values()):
             raise NonFiniteError(
                 "the parameters of some worker hold NaN or infinity, or changed by more than float32 can hold, since "
@@ -204,26 +202,7 @@ class Meeting:
         for name, p in self._parameters.items():
             p.copy_(self._anchors[name])
 
-    def _mean(self, changes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The average of what the workers send; engines keep what they do not."""
-        large, small = self._engines
-        for name, change in changes.items():
-            (large if name in self._large else small).submit(name, change)
-        whole = small.finish()
-        return whole | large.finish(all_finite(whole.values()))
-
     # -- making -------------------------------------------------------------------------------------------------------
-
-    def _engine(self, compressor: Compressor, names: set[str], scope: str) -> Engine:
-        parameters = [
-            # Changes are sent as float32 whatever the parameter is, but for the counters' sake.
-            Parameter(name, p.numel(), str(p.dtype).removeprefix("torch."), tuple(p.shape))
-            for name, p in self._parameters.items()
-            if name in names
-        ]
-        engine = Engine(compressor, parameters, self._transport, scope=f"{self._scope}{scope}")
-        engine.counters = self.counters
-        return engine
 
     def _start_from(self, values: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer | None:
         """Take `values` for what all workers have in common, which they compare when they next meet.
@@ -241,7 +220,7 @@ class Meeting:
         return self._make_outer(list(self._anchors.values())) if self._make_outer else None
 
     def _compressed(self) -> dict[str, torch.Tensor]:
-        return {name: p for name, p in self._parameters.items() if name in self._large}
+        return {each.name: self._parameters[each.name] for each in self._reduction.large.parameters}
 
 
 def _few(names: Mapping[str, object]) -> str:
