@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from hvd_gradcomp.feedback import mean_residuals, residuals_from
+from hvd_gradcomp.feedback import mean_residuals, residuals_from, whole_parts
 from hvd_gradcomp.ops import backend
 from hvd_gradcomp.torch.exchange import require_members
 from hvd_gradcomp.torch.optimizer import exchange_of
@@ -39,7 +39,7 @@ def residual_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     parts = exchange.compressor.memory.parts
     for p in exchange.compressed_parameters():
         name = exchange.names[p]
-        own = engine.state.get(name, {})
+        own = whole_parts(backend("torch"), name, p.numel(), engine.state.get(name, {}))
         for part in parts:
             total = own[part].clone() if part in own else torch.zeros(p.numel(), device=p.device)
             handle = mpi_ops.allreduce_async_(
