@@ -1,7 +1,7 @@
 """Run tests/parallel with pytest inside horovodrun: 2 and 4 workers, over MPI and over Gloo.
 
-The tests of TensorFlow run in a launch of their own: once started, Horovod's core for TensorFlow talks to the other
-workers a thousand times a second, and all tests after that would be several times slower.
+Each folder of tests runs in a launch of its own: Horovod has a core for each framework, and two cores in a process that
+both run over Gloo are slow and hang now and then.
 
 Every worker runs the same pytest command and writes to a file of its own. Rank 0's output is shown as it comes; of the
 other workers, only those that failed are shown, in full, when the run is over. Nothing here can hang: pytest-timeout
@@ -35,18 +35,18 @@ class Run:
 
     workers: int
     launcher: str  # "mpi" or "gloo"
-    tests: tuple[str, ...]
+    tests: str
 
     def __str__(self) -> str:
         over = "MPI" if self.launcher == "mpi" else "Gloo"
-        return f"{self.workers} workers over {over}, {Path(self.tests[0]).stem}{' ...' if self.tests[1:] else ''}"
+        return f"{self.workers} workers over {over}, {Path(self.tests).stem}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--np", type=int, action="append", help="number of workers, may be repeated (default: 2 and 4)")
     parser.add_argument("--over", choices=("mpi", "gloo"), action="append", help="may be repeated (default: both)")
-    parser.add_argument("--tests", action="append", help="folder or file, may be repeated (default: tests/parallel)")
+    parser.add_argument("--tests", action="append", help="folder or file, may be repeated (default: all)")
     parser.add_argument("--test-timeout", type=float, default=60, help="seconds for a test (default: %(default)s)")
     parser.add_argument("--run-timeout", type=float, default=900, help="seconds for a run (default: %(default)s)")
     parser.add_argument("pytest", nargs="*", help="after --: more arguments for pytest")
@@ -56,9 +56,9 @@ def main() -> None:
     if "mpi" in launchers and not built_with_mpi():
         say("SKIPPED: all runs over MPI, because this Horovod was built without it (no Open MPI when it was built)")
         launchers.remove("mpi")
-    launches = [(each,) for each in arguments.tests] if arguments.tests else launches_of(Path("tests/parallel"))
+    tests = arguments.tests or sorted(str(path) for path in Path("tests/parallel").glob("with_*"))
     sizes = arguments.np or [2, 4]
-    runs = [Run(workers, over, tests) for over in launchers for workers in sizes for tests in launches]
+    runs = [Run(workers, over, each) for over in launchers for workers in sizes for each in tests]
 
     command = ["-v", f"--timeout={arguments.test_timeout}", "--timeout-method=thread"]
     # The workers share a folder: none may keep pytest's cache there.
@@ -69,13 +69,6 @@ def main() -> None:
         say(f"{run}: {problem or 'passed'}")
     if not results or any(results.values()):
         sys.exit(1)
-
-
-def launches_of(folder: Path) -> list[tuple[str, ...]]:
-    """All test files, those of TensorFlow apart."""
-    files = [str(path) for path in sorted(folder.glob("test_*.py"))]
-    tensorflow = [path for path in files if Path(path).name.startswith("test_tensorflow")]
-    return [tuple(path for path in files if path not in tensorflow), tuple(tensorflow)]
 
 
 def say(text: str) -> None:
@@ -89,7 +82,7 @@ def built_with_mpi() -> bool:
 
 def execute(run: Run, pytest_arguments: list[str], limit: float) -> str:
     """Launch one run and show its output; returns what went wrong, or an empty text."""
-    pytest_arguments = [*run.tests, *pytest_arguments]
+    pytest_arguments = [run.tests, *pytest_arguments]
     say(f"{run}: pytest {' '.join(pytest_arguments)}")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="parallel_tests-") as folder_name:

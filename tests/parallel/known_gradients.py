@@ -6,13 +6,12 @@ all workers' gradients with the numpy backend on each worker; it shares nothing 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import horovod.torch as hvd
 import numpy as np
 import torch
+from workers import WORKERS
 
 from hvd_gradcomp.compressors.base import Compressor, Context, as_compressor
 from hvd_gradcomp.ops import backend
@@ -53,12 +52,6 @@ def backward(params: Mapping[str, torch.nn.Parameter], grads: Gradients, order: 
         torch.stack([term.to(torch.float64) for term in terms.values()]).sum().backward()
 
 
-def optimizer_for(params: Mapping[str, torch.nn.Parameter], compression: Any, **options: Any) -> Any:
-    """SGD at learning rate 1 inside Horovod's optimizer, with named parameters."""
-    sgd = torch.optim.SGD(params.values(), lr=1.0)
-    return hvd.DistributedOptimizer(sgd, named_parameters=params.items(), compression=compression, **options)
-
-
 class Reference:
     """All workers' residuals, and the average (or sum) that comes of each step.
 
@@ -72,7 +65,7 @@ class Reference:
         found = as_compressor(compression)
         assert found is not None
         self.compressor: Compressor = found
-        self.ranks = list(range(hvd.size())) if ranks is None else list(ranks)
+        self.ranks = list(range(WORKERS)) if ranks is None else list(ranks)
         self.average = average
         self.residuals: dict[int, dict[str, np.ndarray]] = {rank: {} for rank in self.ranks}
         self.ops = backend("numpy")
@@ -110,7 +103,7 @@ class Reference:
 
 def all_gradients(step: int, ranks: Sequence[int] | None = None, **options: Any) -> dict[int, dict[str, np.ndarray]]:
     """`gradients` of every worker."""
-    return {rank: gradients(step, rank, **options) for rank in (range(hvd.size()) if ranks is None else ranks)}
+    return {rank: gradients(step, rank, **options) for rank in (range(WORKERS) if ranks is None else ranks)}
 
 
 def assert_gradients(params: Mapping[str, torch.nn.Parameter], expected: Gradients, reference: Reference) -> None:
@@ -126,24 +119,3 @@ def assert_gradients(params: Mapping[str, torch.nn.Parameter], expected: Gradien
         else:
             close = 1e-2 if found.dtype in (torch.bfloat16, torch.float16) else 1e-5
             np.testing.assert_allclose(found.detach().to(torch.float64).numpy(), values, rtol=close, atol=close)
-
-
-def assert_same_everywhere(tensors: Mapping[str, torch.Tensor], ranks: hvd.ProcessSet = hvd.global_process_set) -> None:
-    """Every worker holds the same bits."""
-    digest = torch.tensor([_digest(tensors[name]) for name in sorted(tensors)], dtype=torch.int64)
-    # Without a name it would be numbered, and workers outside a process set have counted fewer.
-    gathered = hvd.allgather(digest.unsqueeze(0), name="digest", process_set=ranks)
-    assert (gathered == digest).all(), "workers hold different bits"
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return int.from_bytes(hashlib.sha256(data).digest()[:7], "little")
-
-
-def train(params: Mapping[str, torch.nn.Parameter], optimizer: Any, steps: Sequence[int], **options: Any) -> None:
-    """Some plain steps with this worker's own gradients."""
-    for step in steps:
-        optimizer.zero_grad()
-        backward(params, gradients(step, hvd.rank(), **options))
-        optimizer.step()

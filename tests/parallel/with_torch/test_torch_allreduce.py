@@ -8,7 +8,8 @@ import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
-from known_gradients import Reference, assert_same_everywhere
+from known_gradients import Reference
+from torch_workers import assert_same_everywhere
 
 from hvd_gradcomp.torch import (
     BF16,

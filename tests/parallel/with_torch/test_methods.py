@@ -8,7 +8,8 @@ import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
-from known_gradients import SHAPES, assert_same_everywhere, backward, gradients, optimizer_for, parameters
+from known_gradients import SHAPES, backward, gradients, parameters
+from torch_workers import assert_same_everywhere, optimizer_for
 
 from hvd_gradcomp.collectives import Allreduce
 from hvd_gradcomp.torch import (

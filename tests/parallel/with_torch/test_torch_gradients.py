@@ -8,18 +8,8 @@ import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
-from known_gradients import (
-    SHAPES,
-    Reference,
-    all_gradients,
-    assert_gradients,
-    assert_same_everywhere,
-    backward,
-    gradients,
-    optimizer_for,
-    parameters,
-    train,
-)
+from known_gradients import SHAPES, Reference, all_gradients, assert_gradients, backward, gradients, parameters
+from torch_workers import assert_same_everywhere, optimizer_for, train
 
 from hvd_gradcomp.torch import BF16, FP16, NoCompression, TopKInt8, counters
 from hvd_gradcomp.torch.optimizer import exchange_of

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from known_gradients import gradients
-from tensorflow_workers import EVEN, own_process_sets, reduced, variables
+from tensorflow_workers import EVEN, reduced, variables
 
 from hvd_gradcomp.tensorflow import (
     DGC,
@@ -25,8 +25,6 @@ from hvd_gradcomp.tensorflow import (
     residuals,
     unregister,
 )
-
-__all__ = ["own_process_sets"]
 
 SIZE = 3000
 

@@ -1,38 +1,19 @@
-"""TensorFlow beside PyTorch in one Horovod job: each framework has a Horovod core of its own in every worker.
-
-The two share one list of process sets, in which the module that was imported last looks itself up. So tests of
-TensorFlow switch it over and back (`own_process_sets`), and the tests of PyTorch never see a difference.
-"""
+"""What the tests of TensorFlow share: variables, gradients through a tape, and whether all workers hold the same."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
-import pytest
 import tensorflow as tf
-from horovod.common import process_sets
-from horovod.tensorflow import mpi_ops
-from horovod.torch import mpi_ops as torch_ops
 from known_gradients import SHAPES
+from workers import WORKERS
 
-process_sets._setup(torch_ops._basics)
-
-#: Ranks 0, 2, ... of TensorFlow's core.
-EVEN = hvd.ProcessSet(list(range(0, torch_ops.size(), 2)))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_process_sets() -> Iterator[None]:
-    """For the tests of a module: process sets are those of TensorFlow's core."""
-    process_sets._setup(mpi_ops._basics)
-    if not hvd.is_initialized():
-        hvd.init(process_sets=[EVEN])
-    yield
-    process_sets._setup(torch_ops._basics)
+#: Ranks 0, 2, ...
+EVEN = hvd.ProcessSet(list(range(0, WORKERS, 2)))
 
 
 def variables(shapes: Mapping[str, Sequence[int]] = SHAPES) -> dict[str, tf.Variable]:

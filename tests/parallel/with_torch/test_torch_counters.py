@@ -9,7 +9,8 @@ import horovod.torch as hvd
 import pytest
 import torch
 from horovod.torch import mpi_ops
-from known_gradients import optimizer_for, parameters, train
+from known_gradients import parameters
+from torch_workers import optimizer_for, train
 
 from hvd_gradcomp.torch import FP16, NoCompression, TopK, TopKInt8, counters
 

@@ -10,12 +10,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow_workers import assert_same_everywhere, own_process_sets
+from tensorflow_workers import assert_same_everywhere
 
 import hvd_gradcomp.tensorflow.keras as hvd
 from hvd_gradcomp.tensorflow import FP16, ConfigurationError, TopKInt8, counters
-
-__all__ = ["own_process_sets"]
 
 COMPRESSION = TopKInt8(ratio=0.05, dense_below=64)
 Optimizer = keras.optimizers.Optimizer

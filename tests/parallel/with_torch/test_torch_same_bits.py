@@ -5,7 +5,8 @@ from __future__ import annotations
 import horovod.torch as hvd
 import numpy as np
 import torch
-from known_gradients import SHAPES, assert_same_everywhere, backward, gradients, optimizer_for, parameters
+from known_gradients import SHAPES, backward, gradients, parameters
+from torch_workers import assert_same_everywhere, optimizer_for
 
 from hvd_gradcomp.torch import TopKInt8, counters
 
