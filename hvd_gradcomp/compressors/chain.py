@@ -135,8 +135,9 @@ class Sparsifier(Compressor):
 class Chain(Compressor):
     """What `sparsifier >> code` gives: select with one, code the selected values with the other.
 
-    The options (`memory`, `dense_below`, `granularity`, `collective`) are the sparsifier's, and an error where they are given to the
-    value code. Payloads add up where those of both parts do: `RandomK(0.01) >> FP16()` is summed in float16.
+    The options (`memory`, `dense_below`, `granularity`, `collective`) are the sparsifier's, and an error where they are
+    given to the value code. Payloads add up where those of both parts do: `RandomK(0.01) >> FP16()` is summed in
+    float16.
     """
 
     spec_name: ClassVar[str] = ">>"
