@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hvd_gradcomp.compressors.adaptive import Accordion, GraVAC
 from hvd_gradcomp.compressors.cast import BF16, FP16, NoCompression
 from hvd_gradcomp.compressors.dgc import DGC
 from hvd_gradcomp.compressors.int8 import Int8
@@ -46,3 +47,5 @@ class Compression:
     dgc = DGC
     powersgd = PowerSGD
     sketch = CountSketch
+    gravac = GraVAC
+    accordion = Accordion

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from hvd_gradcomp.collectives import Allgather, Confirm, Request, Transport, moves_fewer_bytes
 from hvd_gradcomp.compressors import BF16, FP16, Compressor, NoCompression
+from hvd_gradcomp.engine.adaptation import Adaptation
 from hvd_gradcomp.engine.agreement import compare_settings, settings_message
 from hvd_gradcomp.engine.buckets import BUCKET_BYTES, Bucket, Parameter, plan_buckets
 from hvd_gradcomp.engine.passage import KIND_BYTES, Passage
@@ -43,7 +44,8 @@ class Engine:
     """Exchanges the gradients of one optimizer.
 
     Args:
-        compressor: how; may be replaced between steps, on all workers at the same step. Buckets stay as they are.
+        compressor: how; may be replaced between steps, on all workers at the same step. Buckets stay as they are, and
+            so every parameter of one must then have the same compressor. A policy changes it by itself.
         parameters: what, in the order of the model, the same on all workers.
         transport: among whom.
         average: divide the sum by the number of workers.
@@ -58,6 +60,7 @@ class Engine:
         state: parameter name -> part -> what this worker keeps between steps: the parts of the memory, float32 (n,)
             each, of which "residual" is what has not been sent yet, and what a method keeps for its own exchange.
         counters: what was sent, for each bucket.
+        adaptation: what the compressor is at each step.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class Engine:
         scope: str = "",
         settings_name: str = "",
     ) -> None:
-        self.compressor = compressor
+        self.adaptation = Adaptation(compressor)
         self.parameters = tuple(parameters)
         self.transport = transport
         self.average = average
@@ -83,7 +86,7 @@ class Engine:
         self.counters = Counters()
         if compressor.granularity == "model":
             bucket_bytes, groups = sum(KIND_BYTES["float32"] * each.size for each in self.parameters), None
-        self.buckets = plan_buckets(self.parameters, bucket_bytes, groups)
+        self.buckets = _buckets_of(compressor, self.parameters, bucket_bytes, groups)
         self._bucket_of = {parameter.name: bucket for bucket in self.buckets for parameter in bucket.parameters}
         # Bucket index -> exchanges begun; and how many had been when the state was saved that this engine began with.
         self._steps: dict[int, int] = {}
@@ -97,6 +100,15 @@ class Engine:
         self._agreement: tuple[Any, Ops] | None = None
 
     @property
+    def compressor(self) -> Compressor:
+        """How gradients are compressed, as it was given."""
+        return self.adaptation.compressor
+
+    @compressor.setter
+    def compressor(self, compressor: Compressor) -> None:
+        self.adaptation = Adaptation(compressor)
+
+    @property
     def residuals(self) -> Mapping[str, Array]:
         """Parameter name -> float32 (n,): what this worker has not sent yet. To read; `load_state` changes it."""
         found = {name: parts["residual"] for name, parts in self.state.items() if "residual" in parts}
@@ -107,16 +119,23 @@ class Engine:
         """How many exchanges there have been, the same on all workers; schedules and shared draws follow it."""
         return max(self._steps.values(), default=self._resumed)
 
-    def load_state(self, state: Mapping[str, Mapping[str, Array]], step: int = 0) -> None:
+    @property
+    def policy_state(self) -> tuple[float, ...]:
+        """What a policy has to know when training resumes, the same on all workers; () where there is none."""
+        return self.adaptation.saved()
+
+    def load_state(self, state: Mapping[str, Mapping[str, Array]], step: int = 0, policy: Sequence[float] = ()) -> None:
         """Replace all that this worker keeps, between two steps and on every worker.
 
         Args:
             state: as `state`; the arrays are the engine's from now on.
             step: the step that was saved with it, the same on all workers.
+            policy: the `policy_state` that was saved with it.
         """
         self.state = {name: dict(parts) for name, parts in state.items()}
         self._resumed = step
         self._steps.clear()
+        self.adaptation.load(policy)
 
     def submit(self, name: str, gradient: Array | None) -> None:
         """Hand in the gradient of parameter `name`; the last one of a bucket starts its exchange.
@@ -176,7 +195,10 @@ class Engine:
                     flight.exchange.send(usable)
                 except StopIteration as end:
                     results.update(end.value)
+            if flights and usable and self.adaptation.measuring:
+                self._adapt()
         finally:
+            self.adaptation.end()
             self._gathering.clear()
             self._in_flight.clear()
         return results
@@ -196,6 +218,8 @@ class Engine:
         if not present:
             return
         self.begin_agreement(next(iter(present.values())))
+        if not self._in_flight:
+            self.adaptation.begin(self.step, self._agreement is None)
         exchange = self._exchange(bucket, present)
         request = next(exchange)
         assert not isinstance(request, Confirm), "nothing was exchanged yet"
@@ -228,7 +252,7 @@ class Engine:
         counters.elements += sum(parameter.size for parameter in parameters)
         counters.dense_bytes += sum(KIND_BYTES[parameter.kind] * parameter.size for parameter in parameters)
         step = self._next_step(bucket)
-        method = self._method(parameters, counters, step)
+        method = self._method(bucket, parameters, counters, step)
         passage = Passage(self, method, parameters, gradients, counters, step)
         return (yield from passage.exchange())
 
@@ -240,9 +264,14 @@ class Engine:
         self._steps[bucket.index] = step + 1
         return step
 
-    def _method(self, parameters: Sequence[Parameter], counters: BucketCounters, step: int) -> Compressor:
+    def _method(
+        self, bucket: Bucket, parameters: Sequence[Parameter], counters: BucketCounters, step: int
+    ) -> Compressor:
         """The compressor, or a dense exchange where that moves fewer bytes at this worker count."""
-        compressor = self.compressor.at(step)
+        compressor = self.adaptation.method(step).of(bucket.name, bucket.parameters[0].shape)
+        if compressor.meets == "dense" and self.compressor.of(bucket.name, bucket.parameters[0].shape) != compressor:
+            # A policy's choice: in the gradients' own format.
+            return _dense_for(parameters)
         if compressor.meets != "gather" or compressor.votes:
             return compressor
         units = units_of(parameters, compressor.granularity)
@@ -251,13 +280,13 @@ class Engine:
         if moves_fewer_bytes(payload, dense, self.transport.workers):
             return compressor
         counters.fallbacks += 1
-        kinds = {parameter.kind for parameter in parameters}
-        return _DENSE.get(kinds.pop(), _UNCHANGED) if len(kinds) == 1 else _UNCHANGED
+        return _dense_for(parameters)
 
     def fingerprint(self, parameters: Sequence[Parameter]) -> int:
         """32 bits for all that must be the same on the workers that exchange `parameters`."""
         names = [(parameter.name, parameter.size, parameter.kind) for parameter in parameters]
-        text = f"{self.compressor}|{self.average}|{self.transport.workers}|{sorted(self.options.items())}|{names}"
+        method = f"{self.compressor}|{self.adaptation.in_use}"
+        text = f"{method}|{self.average}|{self.transport.workers}|{sorted(self.options.items())}|{names}"
         return zlib.crc32(text.encode())
 
     # -- agreement ----------------------------------------------------------------------------------------------------
@@ -277,7 +306,9 @@ class Engine:
             "buckets": zlib.crc32(repr(self.buckets).encode()),
             **self.options,
         }
-        request = Allgather(settings_message(ops, settings, like, self.step))
+        if self.compressor.adapts is not None:
+            settings["state of the policy at the start"] = list(self.adaptation.resumed)
+        request = Allgather(settings_message(ops, settings, like, self.step, self.adaptation.state))
         self._agreement = (self.transport.start(request, self._settings_name), ops)
 
     def conclude_agreement(self) -> None:
@@ -289,6 +320,38 @@ class Engine:
         if self._agreement is None:
             return
         (handle, ops), self._agreement = self._agreement, None
-        step = compare_settings(ops, self.transport.wait(handle), self.transport.ranks, self.transport.rank)
+        gathered = self.transport.wait(handle)
+        step, state = compare_settings(ops, gathered, self.transport.ranks, self.transport.rank)
+        # A worker that joined just now takes over what those that go on have found out.
+        self.adaptation.state = state
         self._steps = {bucket.index: step + 1 for bucket in self.buckets}
         self._agreed_workers = self.transport.workers
+
+    def _adapt(self) -> None:
+        """Tell the policy, on all workers alike, what they measured in this step."""
+        ops = ops_for(self.adaptation.like)
+        sent_bytes = sum(each.sent_bytes for each in self.counters.buckets.values())
+        request = Allgather(self.adaptation.message(ops, sent_bytes))
+        gathered = self.transport.wait(self.transport.start(request, f"{self._settings_name}.policy"))
+        self.adaptation.conclude(ops, gathered, self.transport.ranks)
+
+
+def _buckets_of(
+    compressor: Compressor,
+    parameters: Sequence[Parameter],
+    bucket_bytes: int,
+    groups: Iterable[Iterable[str]] | None,
+) -> tuple[Bucket, ...]:
+    """Buckets of parameters that have one compressor in common."""
+    alike: dict[Compressor, list[Parameter]] = {}
+    for parameter in parameters:
+        alike.setdefault(compressor.of(parameter.name, parameter.shape), []).append(parameter)
+    named = None if groups is None else [list(group) for group in groups]
+    found = [bucket for each in alike.values() for bucket in plan_buckets(each, bucket_bytes, named)]
+    return tuple(replace(bucket, index=index) for index, bucket in enumerate(found))
+
+
+def _dense_for(parameters: Sequence[Parameter]) -> Compressor:
+    """A dense exchange in the format that all parameters have, or in float32."""
+    kinds = {parameter.kind for parameter in parameters}
+    return _DENSE.get(kinds.pop(), _UNCHANGED) if len(kinds) == 1 else _UNCHANGED

@@ -14,6 +14,7 @@ from hvd_gradcomp.collectives import Allgather, Allreduce, Confirm, Exchange, Re
 from hvd_gradcomp.compressors import BF16, FP16, Compressor, Context, NoCompression
 from hvd_gradcomp.compressors.base import Item, Sent
 from hvd_gradcomp.compressors.marks import MARKS, Verdict, marks, marks_fit, verdict
+from hvd_gradcomp.engine.adaptation import norm
 from hvd_gradcomp.engine.buckets import Parameter
 from hvd_gradcomp.engine.units import Unit, units_of
 from hvd_gradcomp.errors import ConfigurationError, GradcompError, PayloadError
@@ -56,7 +57,10 @@ class Passage:
     ) -> None:
         self.engine = engine
         self.method = method
-        self.memory = engine.compressor.memory
+        self.memory = engine.compressor.of(parameters[0].name, parameters[0].shape).memory
+        self.adaptation = engine.adaptation
+        # Unit name -> the L2 norm of its vector, and a copy of the vector, where a policy wants to know.
+        self.looked_at: dict[str, tuple[float, Array | None]] = {}
         self.counters = counters
         self.step = step
         self.parameters = parameters
@@ -102,12 +106,18 @@ class Passage:
         looked = {}
         for name in (parameter.name for parameter in unit.parameters):
             gradient = ops.flat32(gradients[name])
+            if self.adaptation.measuring:
+                self.adaptation.note_gradient(ops, gradient)
             looked[name], self.advanced[name] = (
                 memory.correct_and_look(ops, gradient, state.get(name, {}), workers, wanted)
                 if alone
                 else memory.correct(ops, gradient, state.get(name, {}), workers)
             )
-        return looked[unit.name] if alone else ops.correct(unit.join(ops, looked), None, wanted)
+        corrected = looked[unit.name] if alone else ops.correct(unit.join(ops, looked), None, wanted)
+        if self.adaptation.measuring and unit in self.large:
+            copied = ops.copy(corrected.x) if self.adaptation.looks_further else None
+            self.looked_at[unit.name] = (norm(ops, corrected.x), copied)
+        return corrected
 
     def _context(self, unit: Unit, candidates: object = None) -> Context:
         transport = self.engine.transport
@@ -281,6 +291,8 @@ class Passage:
         ops, state = self.ops, self.engine.state
         for unit in self.units:
             sent = self.kept[unit.name]
+            if unit.name in self.looked_at:
+                self._tell(unit, sent.residual)
             parts = self.advanced[unit.name]
             advanced = {
                 part: unit.join(ops, {each.name: self.advanced[each.name][part] for each in unit.parameters})
@@ -295,6 +307,13 @@ class Passage:
                     state.setdefault(name, {})[part] = piece
             if sent.state:
                 state.setdefault(unit.name, {}).update(sent.state)
+
+    def _tell(self, unit: Unit, residual: Array | None) -> None:
+        """Tell the policy what became of a unit."""
+        whole, copied = self.looked_at.pop(unit.name)
+        sent = copied if copied is None or residual is None else copied - residual
+        self.adaptation.like = self.like
+        self.adaptation.note(self.ops, unit, whole, residual, sent, self._context(unit))
 
     def _not_finite(self) -> dict[str, Array]:
         """NaN for every value, so that loss scaling sees the step and skips it; all state stays as it was."""

@@ -2,7 +2,7 @@
 
 from hvd_gradcomp.feedback.memory import ErrorFeedback, Memory, NoMemory
 from hvd_gradcomp.feedback.momentum import Momentum, MomentumCorrection
-from hvd_gradcomp.feedback.residuals import mean_residuals, residuals_from
+from hvd_gradcomp.feedback.residuals import mean_residuals, policy_from, residuals_from
 
 __all__ = [
     "ErrorFeedback",
@@ -11,5 +11,6 @@ __all__ = [
     "MomentumCorrection",
     "NoMemory",
     "mean_residuals",
+    "policy_from",
     "residuals_from",
 ]

@@ -17,11 +17,14 @@ from hvd_gradcomp.compressors import (
     DGC,
     FP16,
     QSGD,
+    Accordion,
+    Adaptive,
     Chain,
     Compression,
     Compressor,
     CountSketch,
     Dynamic8,
+    GraVAC,
     Int8,
     Linear,
     Natural,
@@ -29,7 +32,10 @@ from hvd_gradcomp.compressors import (
     OneBit,
     PowerSGD,
     RandomK,
+    Rule,
+    Rules,
     ScaledSign,
+    Scheduled,
     SharedTernGrad,
     Sign,
     TernGrad,
@@ -41,6 +47,7 @@ from hvd_gradcomp.compressors import (
 )
 from hvd_gradcomp.errors import ConfigurationError, GradcompError, NonFiniteError, PayloadError, UnsupportedError
 from hvd_gradcomp.feedback import ErrorFeedback, Momentum, MomentumCorrection, NoMemory
+from hvd_gradcomp.policy import ByEpoch, ByFunction, Exponential, Piecewise
 from hvd_gradcomp.torch.allreduce import Tokens
 from hvd_gradcomp.torch.checkpoint import load_residual_state_dict, residual_state_dict
 from hvd_gradcomp.torch.optimizer import DistributedOptimizer, counters, register, unregister
@@ -50,6 +57,10 @@ __all__ = [
     "DGC",
     "FP16",
     "QSGD",
+    "Accordion",
+    "Adaptive",
+    "ByEpoch",
+    "ByFunction",
     "Chain",
     "Compression",
     "Compressor",
@@ -58,6 +69,8 @@ __all__ = [
     "DistributedOptimizer",
     "Dynamic8",
     "ErrorFeedback",
+    "Exponential",
+    "GraVAC",
     "GradcompError",
     "Int8",
     "Linear",
@@ -69,9 +82,13 @@ __all__ = [
     "NonFiniteError",
     "OneBit",
     "PayloadError",
+    "Piecewise",
     "PowerSGD",
     "RandomK",
+    "Rule",
+    "Rules",
     "ScaledSign",
+    "Scheduled",
     "SharedTernGrad",
     "Sign",
     "TernGrad",

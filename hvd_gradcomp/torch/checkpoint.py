@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from hvd_gradcomp.feedback import mean_residuals, residuals_from
+from hvd_gradcomp.feedback import mean_residuals, policy_from, residuals_from
 from hvd_gradcomp.ops import backend
 from hvd_gradcomp.torch.exchange import require_members
 from hvd_gradcomp.torch.optimizer import exchange_of
@@ -22,8 +22,8 @@ def residual_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """What the workers keep, by parameter name as their mean, to save beside `optimizer.state_dict()`.
 
     That is the residual and whatever else the memory keeps (velocities), what a method keeps besides (the factors of
-    PowerSGD), and the step that schedules go by. A collective call: every worker of the optimizer's process set must
-    make it; each gets the same tensors, on the CPU.
+    PowerSGD), the step that schedules go by, and what a policy has found out. A collective call: every worker of the
+    optimizer's process set must make it; each gets the same tensors, on the CPU.
     With averaged gradients the mean says all that is still owed to the parameters; for op=Sum it does so as long as
     the number of workers stays the same.
 
@@ -36,9 +36,9 @@ def residual_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     engine = exchange.engine
     handles = []
     shared = {}
-    parts = exchange.compressor.memory.parts
     for p in exchange.compressed_parameters():
         name = exchange.names[p]
+        parts = exchange.compressor_of(p).memory.parts
         own = engine.state.get(name, {})
         for part in parts:
             total = own[part].clone() if part in own else torch.zeros(p.numel(), device=p.device)
@@ -52,7 +52,9 @@ def residual_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     totals: dict[str, dict[str, torch.Tensor]] = {}
     for name, part, handle in handles:
         totals.setdefault(name, {})[part] = wait(handle).cpu()
-    return mean_residuals(backend("torch"), totals, process_set.size(), shared=shared, step=engine.step)
+    return mean_residuals(
+        backend("torch"), totals, process_set.size(), shared=shared, step=engine.step, policy=engine.policy_state
+    )
 
 
 def load_residual_state_dict(optimizer: torch.optim.Optimizer, state: Any) -> None:
@@ -83,4 +85,5 @@ def load_residual_state_dict(optimizer: torch.optim.Optimizer, state: Any) -> No
             for name, parts in found.items()
         },
         step,
+        policy_from(state),
     )
