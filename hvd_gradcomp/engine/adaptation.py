@@ -175,6 +175,11 @@ class Adaptation:
             # The first step holds what is done once only; it is not timed.
             self._since, self._steps = self._clock(), 0
 
+    def report(self, step: int) -> dict[str, float]:
+        """What the policy would show at step `step`; {} without one."""
+        policy = self.compressor.adapts
+        return {} if policy is None else policy.report(self.state, step)
+
     # -- what lasts ---------------------------------------------------------------------------------------------------
 
     def saved(self) -> tuple[float, ...]:

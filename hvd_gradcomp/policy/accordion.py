@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -70,6 +71,10 @@ class Accordion(Policy):
 
     def ratio(self, state: State, step: int) -> float | None:
         return self.low if state[0] else self.high
+
+    def report(self, state: State, step: int) -> dict[str, float]:
+        """Ratio; whether the regime is critical; the last window's norm, NaN before there is one."""
+        return {**super().report(state, step), "critical": state[0], "norm": math.nan if state[1] < 0 else state[1]}
 
     def observes(self, step: int) -> bool:
         return (step + 1) % interval_of(self.window) == 0

@@ -72,6 +72,11 @@ class Policy:
         """The state after a step in which the workers measured."""
         return state
 
+    def report(self, state: State, step: int) -> dict[str, float]:
+        """What to show of the state: the ratio of step `step` (1 while gradients are sent dense), and why."""
+        ratio = self.ratio(state, step)
+        return {"ratio": 1.0 if ratio is None else ratio}
+
     def __str__(self) -> str:
         return f"{self.spec_name}({self.arguments()})"
 

@@ -181,13 +181,8 @@ class GraVAC(Policy):
             return search.at(search.level + 1, search.candidate)
         return replace(search, checks=0, cost=0.0)
 
-    def factor(self, state: State) -> float:
-        """The factor in use; 1 while gradients are sent dense."""
-        ratio = self.ratio(state, 0)
-        return 1.0 if ratio is None else 1 / ratio
-
-    def smoothed_gain(self, state: State) -> float:
-        """The smoothed gain of the factor in use (of theta_min while dense); NaN before it was measured."""
-        search = _Search.unpack(state)
+    def report(self, state: State, step: int) -> dict[str, float]:
+        """Ratio; factor (1 while dense); smoothed gain (of theta_min while dense), NaN before it was measured."""
+        search, ratio = _Search.unpack(state), super().report(state, step)["ratio"]
         gain = search.candidate if search.level == _DENSE else search.gain
-        return math.nan if gain < 0 else gain
+        return {"ratio": ratio, "factor": 1 / ratio, "gain": math.nan if gain < 0 else gain}

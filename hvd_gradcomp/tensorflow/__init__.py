@@ -53,6 +53,7 @@ from hvd_gradcomp.tensorflow.allreduce import Tokens
 from hvd_gradcomp.tensorflow.checkpoint import (
     counters,
     load_residual_state_dict,
+    policy_report,
     residual_state_dict,
     residuals,
 )
@@ -105,6 +106,7 @@ __all__ = [
     "compression_from_spec",
     "counters",
     "load_residual_state_dict",
+    "policy_report",
     "register",
     "register_spec",
     "residual_state_dict",

@@ -27,6 +27,22 @@ def counters(owner: Any) -> Counters:
     return find_exchange(owner).engine.counters
 
 
+def policy_report(owner: Any) -> dict[str, float]:
+    """What the policy of `owner` has decided for the next step, and why; the same on all workers.
+
+    For GraVAC "ratio", "factor" and "gain", for Accordion "ratio", "critical" and "norm", for schedules "ratio"; {}
+    where the compressor has no policy.
+
+    Args:
+        owner: see `counters`.
+
+    Raises:
+        ConfigurationError: see `counters`.
+    """
+    engine = find_exchange(owner).engine
+    return engine.adaptation.report(engine.step)
+
+
 def residuals(variables: Sequence[Any]) -> Residuals:
     """The residuals of `variables` on this worker, to be given to `tf.train.Checkpoint` before or after the first step.
 

@@ -50,7 +50,7 @@ from hvd_gradcomp.feedback import ErrorFeedback, Momentum, MomentumCorrection, N
 from hvd_gradcomp.policy import ByEpoch, ByFunction, Exponential, Piecewise
 from hvd_gradcomp.torch.allreduce import Tokens
 from hvd_gradcomp.torch.checkpoint import load_residual_state_dict, residual_state_dict
-from hvd_gradcomp.torch.optimizer import DistributedOptimizer, counters, register, unregister
+from hvd_gradcomp.torch.optimizer import DistributedOptimizer, counters, policy_report, register, unregister
 
 __all__ = [
     "BF16",
@@ -99,6 +99,7 @@ __all__ = [
     "compression_from_spec",
     "counters",
     "load_residual_state_dict",
+    "policy_report",
     "register",
     "register_spec",
     "residual_state_dict",

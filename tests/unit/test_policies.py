@@ -58,8 +58,7 @@ def test_the_factor_rises_every_window_while_the_gain_is_above_epsilon() -> None
     steps = [observed(0.9, 0.8, 1 / factor) for factor in (10, 20, 40, 80, 80) for _ in range(4)]
     factors, state = run(policy, steps)
     assert factors == [10] * 3 + [20] * 4 + [40] * 4 + [80] * 9
-    assert policy.factor(state) == 80
-    assert policy.smoothed_gain(state) == pytest.approx(0.9, abs=0.01)
+    assert policy.report(state, 0) == pytest.approx({"ratio": 1 / 80, "factor": 80, "gain": 0.9}, abs=0.01)
 
 
 def test_a_candidate_below_epsilon_is_not_taken_until_its_gain_recovers() -> None:
@@ -112,7 +111,7 @@ def test_bytes_may_take_the_place_of_seconds() -> None:
 def test_a_hard_phase_falls_back_to_theta_min_and_then_to_dense() -> None:
     policy = GraVAC(**OPTIONS)
     _, state = run(policy, [observed(0.9, 0.8, 1 / factor) for factor in (10, 20, 40, 80) for _ in range(4)])
-    assert policy.factor(state) == 80
+    assert policy.report(state, 0)["factor"] == pytest.approx(80)
     # Smoothed with weight 0.4: 0.9, 0.54, 0.324 at 80: below 0.5 at the second. At theta_min the mean starts anew.
     factors, state = run(policy, [observed(0.0), observed(0.0), observed(0.2), observed(0.2, 0.1)], state)
     assert factors == [80, 10, 1, 1]
@@ -167,6 +166,7 @@ def test_accordion_is_critical_at_first_and_whenever_the_norm_changes() -> None:
 def test_accordion_may_send_dense_in_critical_regimes() -> None:
     policy = Accordion(low=None, high=0.01)
     assert policy.ratio(policy.init(), 0) is None
+    assert policy.report(policy.init(), 0)["ratio"] == 1
 
 
 @pytest.mark.parametrize(
