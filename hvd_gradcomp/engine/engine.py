@@ -97,6 +97,9 @@ class Engine:
         own_name = f"{min((parameter.name for parameter in self.parameters), default='')}.settings"
         self._settings_name = f"{scope}{settings_name or own_name}"
         self._agreed_workers = 0
+        # How many had agreed when the last step ended. Some may launch a bucket before they hear that all agree, others
+        # the same bucket after it, so what holds in a step must not depend on that moment.
+        self._settled_workers = 0
         self._agreement: tuple[Any, Ops] | None = None
 
     @property
@@ -197,6 +200,7 @@ class Engine:
                     results.update(end.value)
             if flights and usable and self.adaptation.measuring:
                 self._adapt()
+            self._settled_workers = self._agreed_workers
         finally:
             self.adaptation.end()
             self._gathering.clear()
@@ -219,7 +223,7 @@ class Engine:
             return
         self.begin_agreement(next(iter(present.values())))
         if not self._in_flight:
-            self.adaptation.begin(self.step, self._agreement is None)
+            self.adaptation.begin(self.step, self._is_settled)
         exchange = self._exchange(bucket, present)
         request = next(exchange)
         assert not isinstance(request, Confirm), "nothing was exchanged yet"
@@ -257,7 +261,7 @@ class Engine:
         return (yield from passage.exchange())
 
     def _next_step(self, bucket: Bucket) -> int:
-        if self._agreement is not None:
+        if not self._is_settled:
             # Workers that joined just now have other counts than the rest: until they agree, all take this one.
             return self._resumed
         step = self._steps.get(bucket.index, self._resumed)
@@ -288,6 +292,11 @@ class Engine:
         method = f"{self.compressor}|{self.adaptation.in_use}"
         text = f"{method}|{self.average}|{self.transport.workers}|{sorted(self.options.items())}|{names}"
         return zlib.crc32(text.encode())
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether these workers have agreed before this step."""
+        return self._settled_workers == self.transport.workers
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 

@@ -266,6 +266,26 @@ def test_a_state_that_only_some_workers_loaded_is_an_error_at_the_first_step(num
         resumed.go(1)
 
 
+@pytest.mark.parametrize("spec", [f"gravac(topk, {GRAVAC})", "scheduled(topk, piecewise((1,), (0.5, 0.1)))", "randomk"])
+def test_a_worker_may_hear_of_the_agreement_before_its_first_gradient(spec: str, numpy_ops: Any) -> None:
+    """As the door for PyTorch does where a worker's gradients come late; the others have begun their exchange then."""
+    cluster, parameters = Cluster(2), parameters_of(SHAPES)
+    engines = engines_of(cluster, compression_from_spec(spec), parameters, bucket_bytes=1)
+
+    def work(transport: Any) -> dict[str, Any]:
+        engine = engines[transport.rank]
+        engine.begin_agreement(array_of(numpy_ops, np.zeros(1, np.float32)))
+        for number, each in enumerate(parameters):
+            if transport.rank == 0 or number > 0:
+                engine.conclude_agreement()
+            engine.submit(each.name, array_of(numpy_ops, np.ones(each.size, np.float32)))
+        return engine.finish()
+
+    first, second = cluster.run(work)
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    assert engines[0].step == engines[1].step == 1
+
+
 def test_a_step_that_is_not_finite_is_not_measured(numpy_ops: Any) -> None:
     run = Run(compression_from_spec(f"gravac(topk, epsilon=0.3, {GRAVAC})"), numpy_ops).go(3)
     before = run.engines[0].adaptation.state
