@@ -2,6 +2,7 @@
 
 from hvd_gradcomp.compressors.adaptive import Accordion, Adaptive, GraVAC, Scheduled
 from hvd_gradcomp.compressors.base import Compressor, Context
+from hvd_gradcomp.compressors.calibrated import Calibrated
 from hvd_gradcomp.compressors.cast import BF16, FP16, NoCompression
 from hvd_gradcomp.compressors.chain import Chain, Sparsifier, ValueCode
 from hvd_gradcomp.compressors.dgc import DGC
@@ -29,6 +30,7 @@ __all__ = [
     "QSGD",
     "Accordion",
     "Adaptive",
+    "Calibrated",
     "Chain",
     "Compression",
     "Compressor",

@@ -29,6 +29,8 @@ class Context:
         workers: how many workers exchange.
         name: the parameter's name, the same on all workers.
         step: how many exchanges this parameter has had, the same on all workers.
+        state: what a value code kept of this tensor in its last step, by part; never to be changed in place.
+        kept: where a value code puts what it wants to find there in the next step.
         candidates: what `ops.correct` found in the vector to compress when asked for the compressor's `wanted(size)`.
     """
 
@@ -37,6 +39,8 @@ class Context:
     name: str = ""
     step: int = 0
     candidates: object = field(default=None, compare=False, repr=False)
+    state: Mapping[str, Array] = field(default_factory=dict, compare=False, repr=False)
+    kept: dict[str, Array] = field(default_factory=dict, compare=False, repr=False)
 
     def key(self, seed: int) -> int:
         """64 bits for `Ops.uniform`: draws of this worker's own, new at every step."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hvd_gradcomp.collectives import Allgather, Allreduce, Confirm, Exchange, Request, add
@@ -121,7 +122,8 @@ class Passage:
 
     def _context(self, unit: Unit, candidates: object = None) -> Context:
         transport = self.engine.transport
-        return Context(transport.rank, transport.workers, unit.name, self.step, candidates)
+        state = self.engine.state.get(unit.name, {})
+        return Context(transport.rank, transport.workers, unit.name, self.step, candidates, state)
 
     def _method_of(self, unit: Unit) -> Compressor:
         return _WHOLE[self.method.sum_kind] if unit in self.small else self.method
@@ -140,7 +142,7 @@ class Passage:
                 context = self._context(unit, corrected.candidates)
                 frame, residual = self._method_of(unit).encode(ops, corrected.x, context)
                 frames.append(frame)
-                self._sent(unit, residual, frame)
+                self._sent(unit, residual, frame, context.kept)
                 self.counters.kept += frame_kept(ops, frame)
             payload = write_payload(ops, frames, fingerprint, like, non_finite=not self.finite)
             self.vectors.clear()
@@ -278,13 +280,15 @@ class Passage:
             return self.ops.zeros(unit.size, "float32", like)
         return old.pop("residual")
 
-    def _sent(self, unit: Unit, residual: Array | None, frame: Array | None) -> None:
+    def _sent(
+        self, unit: Unit, residual: Array | None, frame: Array | None, kept: Mapping[str, Array] = MappingProxyType({})
+    ) -> None:
         """Note what this worker has sent of a unit, for `_remember`."""
         positions = None
         if self.memory.masks and residual is not None:
             method = self._method_of(unit)
             positions = method.positions_sent(self.ops, frame, residual, self._context(unit))
-        self.kept[unit.name] = Sent(None, residual, positions)
+        self.kept[unit.name] = Sent(None, residual, positions, kept)
 
     def _remember(self) -> None:
         """Put the new state in the place of the old one."""
