@@ -23,6 +23,7 @@ from time import perf_counter, thread_time
 
 import numpy as np
 import torch
+from documents import replace_part
 
 from hvd_gradcomp.compressors import Context, TopKInt8
 from hvd_gradcomp.ops import Array, Ops, native
@@ -35,7 +36,6 @@ RATIO = 0.01
 WORKERS = 4
 #: Step -> the most that native code may take, in copies.
 TARGETS = {"correct and select": 1.3, "quantize and code": 0.3, "decode and add": 0.3}
-_BEGIN, _END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
 @dataclass
@@ -231,8 +231,7 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps([asdict(each) for each in results], indent=1) + "\n")
     if options.write:
-        before, _, rest = options.write.read_text().partition(_BEGIN)
-        options.write.write_text(f"{before}{_BEGIN}\n{text}\n{_END}{rest.partition(_END)[2]}")
+        replace_part(options.write, "measured", text)
 
 
 if __name__ == "__main__":

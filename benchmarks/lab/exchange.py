@@ -71,6 +71,8 @@ def summary(method: str, seconds: list[float], steps: list[Step]) -> dict[str, o
         "median_seconds": statistics.median(seconds),
         "seconds": [round(each, 4) for each in seconds],
         "sent_bytes": round(statistics.mean(step.sent_bytes for step in steps)),
+        "compressed_bytes": sum(step.compressed_bytes for step in steps),
+        "kept": sum(step.kept for step in steps),
         "phases": {name: statistics.median(step.phases[name] for step in steps) for name in steps[0].phases},
         "peak_memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
@@ -93,14 +95,16 @@ class Gradients:
         pool = torch.randn(1_299_709, generator=generator)
         return pool * torch.exp(torch.randn(len(pool), generator=generator))
 
+    @torch.no_grad()
     def fill(self, parameters: dict[str, torch.nn.Parameter], step: int) -> None:
         """Give every parameter a gradient."""
         for number, p in enumerate(parameters.values()):
-            gradient = torch.empty(p.numel())
-            self._copy(self.shared, gradient, 7919 * step + 104_729 * number)
-            addend = torch.empty(p.numel())
-            self._copy(self.own, addend, 15_485_863 * step + 32_452_843 * number)
-            p.grad = gradient.add_(addend).view_as(p)
+            # In the shape of `p` from the start, as a backward pass leaves it: not a view of something else's memory.
+            gradient = torch.empty_like(p)
+            self._copy(self.shared, gradient.view(-1), 7919 * step + 104_729 * number)
+            addend = torch.empty_like(p)
+            self._copy(self.own, addend.view(-1), 15_485_863 * step + 32_452_843 * number)
+            p.grad = gradient.add_(addend)
 
     @staticmethod
     def _copy(pool: torch.Tensor, out: torch.Tensor, offset: int) -> None:

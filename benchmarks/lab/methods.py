@@ -18,10 +18,19 @@ from hvd_gradcomp.torch import compression_from_spec, counters
 
 @dataclass
 class Step:
-    """What one exchange cost this worker: bytes it handed to collectives, and seconds by phase where known."""
+    """What one exchange cost this worker.
+
+    Attributes:
+        sent_bytes: that it handed to collectives.
+        phases: seconds by phase, where known.
+        compressed_bytes: of `sent_bytes`, those of compressed tensors, where known.
+        kept: values in these.
+    """
 
     sent_bytes: int
     phases: dict[str, float]
+    compressed_bytes: int = 0
+    kept: int = 0
 
 
 Exchange = Callable[[], Step]
@@ -63,14 +72,13 @@ def _ours(parameters: dict[str, torch.nn.Parameter], spec: str) -> Exchange:
     def exchange() -> Step:
         # There is no step() here that would tell the optimizer that these gradients are new.
         optimizer._synchronized = False
-        before = counters(optimizer).total
+        found = counters(optimizer)
+        found.reset()
         optimizer.synchronize()
-        after = counters(optimizer).total
-        phases = {
-            phase: getattr(after, f"{phase}_seconds") - getattr(before, f"{phase}_seconds")
-            for phase in ("compress", "exchange", "decompress")
-        }
-        return Step(after.sent_bytes - before.sent_bytes, phases)
+        total = found.total
+        phases = {phase: getattr(total, f"{phase}_seconds") for phase in ("compress", "exchange", "decompress")}
+        dense = found.bucket("dense")
+        return Step(total.sent_bytes, phases, total.sent_bytes - dense.sent_bytes, total.kept - dense.kept)
 
     return exchange
 
