@@ -50,7 +50,7 @@ class Accordion(Policy):
     low: float | None = 0.1
     high: float = 0.01
     eta: float = 0.5
-    window: int = 500
+    window: int = 100
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "low", check_ratio(self.low, "low"))

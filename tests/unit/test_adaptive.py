@@ -246,7 +246,7 @@ def test_a_worker_that_joins_takes_over_the_decisions(numpy_ops: Any) -> None:
 
 def test_different_policies_are_an_error_at_the_first_step(numpy_ops: Any) -> None:
     for one, other in [
-        (GraVAC(TopK), GraVAC(TopK, window=100)),
+        (GraVAC(TopK), GraVAC(TopK, window=200)),
         (GraVAC(TopK), TopK()),
         (Accordion(TopK), GraVAC(TopK)),
         (Scheduled(TopK, Exponential(steps=10)), Scheduled(TopK, Exponential(steps=20))),

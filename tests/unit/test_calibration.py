@@ -83,7 +83,7 @@ def test_an_empty_selection_leaves_the_scale_as_it_is(ops: Any) -> None:
     context = Context()
     Calibrated(decay=0.5).encode_values(ops, array_of(ops, np.array([4], np.float32)), context)
     empty = Context(state=context.kept)
-    coded, decoded = Calibrated(decay=0.5).encode_values(ops, array_of(ops, np.zeros(0, np.float32)), empty)
+    _, decoded = Calibrated(decay=0.5).encode_values(ops, array_of(ops, np.zeros(0, np.float32)), empty)
     assert len(decoded) == 0
     assert as_numpy(empty.kept["calibration"])[0] == 4
 
