@@ -45,6 +45,7 @@ class Adaptive(Compressor):
     memory: Memory = field(init=False, compare=False)
     dense_below: int = field(init=False, compare=False)
     granularity: str = field(init=False, compare=False)
+    collective: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         compressor = as_compressor(self.compressor)
@@ -58,7 +59,7 @@ class Adaptive(Compressor):
         # Now, rather than at the step that first changes it.
         compressor.with_ratio(0.01)
         object.__setattr__(self, "compressor", compressor)
-        for name in ("memory", "dense_below", "granularity", "meets", "draws", "votes", "sum_kind"):
+        for name in ("memory", "dense_below", "granularity", "collective", "meets", "draws", "votes", "sum_kind"):
             object.__setattr__(self, name, getattr(compressor, name))
         super().__post_init__()
 

@@ -69,6 +69,10 @@ class Calibrated(ValueCode):
     def with_ratio(self, ratio: float) -> Compressor:
         return replace(self, bits=bits_for(ratio))
 
+    @property
+    def learns(self) -> bool:
+        return self.every > 1 or self.decay > 0
+
     def value_bits(self) -> float:
         return self.bits
 

@@ -43,6 +43,7 @@ class Int8(ValueCode):
             memory=self.memory,
             dense_below=self.dense_below,
             granularity=self.granularity,
+            collective=self.collective,
         )
 
     def value_bits(self) -> float:

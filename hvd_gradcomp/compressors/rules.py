@@ -131,6 +131,7 @@ class Rules(Compressor):
     memory: Memory = field(init=False, compare=False)
     dense_below: int = field(init=False, compare=False)
     granularity: str = field(init=False, compare=False)
+    collective: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         rules = tuple(self.rules) if isinstance(self.rules, Iterable) else ()
@@ -169,6 +170,7 @@ class Rules(Compressor):
         object.__setattr__(self, "memory", first.memory)
         object.__setattr__(self, "dense_below", min(each.dense_below for each in compressed or members))
         object.__setattr__(self, "granularity", first.granularity)
+        object.__setattr__(self, "collective", first.collective)
         object.__setattr__(self, "meets", "gather" if compressed else "dense")
         super().__post_init__()
 

@@ -48,7 +48,7 @@ class Adaptation:
         in_use: the state that the step under way goes by.
         resumed: the state that this worker began with, which all must have in common.
         measuring: whether this step's gradients are looked at.
-        like: an array on the device of the gradients, from the last step that was measured.
+        like: an empty array on the device of the gradients.
     """
 
     def __init__(self, compressor: Compressor, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -68,19 +68,22 @@ class Adaptation:
 
     # -- a step, in the order of the calls ----------------------------------------------------------------------------
 
-    def begin(self, step: int, agreed: bool) -> None:
+    def begin(self, step: int, agreed: bool, like: Array) -> None:
         """Fix what holds for all buckets of a step.
 
         Args:
             step: its number, from 0.
             agreed: whether the workers know that their settings and states are alike; until they do, all use what they
                 began with, and measure nothing.
+            like: an array on the device of the gradients.
         """
         policy = self.compressor.adapts
         if policy is None:
             return
         self.in_use = self.state if agreed else self.resumed
         self.measuring = agreed and policy.observes(step)
+        # Nothing of its values is of interest, and its memory is not to be kept.
+        self.like = like[:0] if len(like.shape) == 1 else like.reshape(-1)[:0]
         self._sums = _Sums()
         self._candidate = policy.candidate(self.in_use, step) if self.measuring else None
 
@@ -161,7 +164,10 @@ class Adaptation:
             )
         rows = list(_NUMBERS.iter_unpack(data))
         # In rank order, so that every worker gets the same bits.
-        gain, candidate, length, seconds, sent_bytes = (sum(column) / len(rows) for column in zip(*rows, strict=True))
+        # A worker that looked at nothing (its gradients were zero, or others of its node own them) has no say in gains.
+        having = [row for row in rows if row[0] >= 0] or [(1.0, 1.0)]
+        gain, candidate = (sum(row[place] for row in having) / len(having) for place in range(2))
+        length, seconds, sent_bytes = (sum(row[place] for row in rows) / len(rows) for place in range(2, 5))
         policy = self.compressor.adapts
         assert policy is not None
         observed = Observed(gain, candidate if self.looks_further else None, length, seconds, sent_bytes)
@@ -219,5 +225,5 @@ def norm(ops: Ops, x: Array) -> float:
 
 
 def _gain(left: float, whole: float) -> float:
-    """1 - left / whole; of nothing, nothing was lost."""
-    return max(0.0, 1 - left / whole) if whole > 0 else 1.0
+    """1 - left / whole; -1 of nothing."""
+    return max(0.0, 1 - left / whole) if whole > 0 else -1.0

@@ -18,6 +18,7 @@ from hvd_gradcomp.compressors import BF16, FP16, Compressor, NoCompression
 from hvd_gradcomp.engine.adaptation import Adaptation
 from hvd_gradcomp.engine.agreement import compare_settings, settings_message
 from hvd_gradcomp.engine.buckets import BUCKET_BYTES, Bucket, Parameter, plan_buckets
+from hvd_gradcomp.engine.nodes import NodePassage, Nodes
 from hvd_gradcomp.engine.passage import KIND_BYTES, Passage
 from hvd_gradcomp.engine.units import units_of
 from hvd_gradcomp.errors import ConfigurationError
@@ -76,6 +77,7 @@ class Engine:
         scope: str = "",
         settings_name: str = "",
     ) -> None:
+        _require_collective(compressor)
         self.adaptation = Adaptation(compressor)
         self.parameters = tuple(parameters)
         self.transport = transport
@@ -100,6 +102,9 @@ class Engine:
         # How many had agreed when the last step ended. Some may launch a bucket before they hear that all agree, others
         # the same bucket after it, so what holds in a step must not depend on that moment.
         self._settled_workers = 0
+        self._nodes: Nodes | None = None
+        # Buckets that wait for the agreement, in the first step only.
+        self._postponed: list[tuple[Bucket, Mapping[str, Array | None]]] = []
         self._agreement: tuple[Any, Ops] | None = None
 
     @property
@@ -155,7 +160,8 @@ class Engine:
         if bucket is None:
             raise ConfigurationError(f"no parameter is called {name!r}")
         gathering = self._gathering.setdefault(bucket.index, {})
-        if name in gathering or any(flight.bucket is bucket for flight in self._in_flight):
+        begun = [flight.bucket for flight in self._in_flight] + [each for each, _ in self._postponed]
+        if name in gathering or bucket in begun:
             raise ConfigurationError(f"the gradient of {name!r} was handed in twice in one step")
         gathering[name] = gradient
         if len(gathering) == len(bucket.parameters):
@@ -204,16 +210,23 @@ class Engine:
         finally:
             self.adaptation.end()
             self._gathering.clear()
+            self._postponed.clear()
             self._in_flight.clear()
         return results
 
     def abandon(self) -> None:
         """Forget the step that is under way, on all workers; what they kept before it stays as it was."""
         self._gathering.clear()
+        self._postponed.clear()
         flights = self._in_flight.copy()
         self._in_flight.clear()
         for flight in flights:
             self.transport.wait(flight.handle)
+
+    @property
+    def _asks_nodes(self) -> bool:
+        """Whether it matters which workers share a node."""
+        return any(each.collective == "hierarchical" for each in self.compressor.members())
 
     # -- one bucket ---------------------------------------------------------------------------------------------------
 
@@ -222,8 +235,12 @@ class Engine:
         if not present:
             return
         self.begin_agreement(next(iter(present.values())))
+        if self._agreement is not None and self._asks_nodes:
+            # Who shares a node is asked among workers that agree that it matters.
+            self._postponed.append((bucket, gradients))
+            return
         if not self._in_flight:
-            self.adaptation.begin(self.step, self._is_settled)
+            self.adaptation.begin(self.step, self._is_settled, next(iter(present.values())))
         exchange = self._exchange(bucket, present)
         request = next(exchange)
         assert not isinstance(request, Confirm), "nothing was exchanged yet"
@@ -231,9 +248,9 @@ class Engine:
 
     def _start(self, bucket: Bucket, request: Request, rounds: int) -> Any:
         name = f"{self.scope}{bucket.name}"
-        if rounds or name == self._settings_name:
-            name += f".{rounds}"
-        return self.transport.start(request, name)
+        if request.label or rounds or name == self._settings_name:
+            name += f".{request.label or rounds}"
+        return (request.among or self.transport).start(request, name)
 
     def _advance(self, flight: _InFlight) -> bool:
         """Wait for the round that is under way and start the next one; True when there is none."""
@@ -256,8 +273,12 @@ class Engine:
         counters.elements += sum(parameter.size for parameter in parameters)
         counters.dense_bytes += sum(KIND_BYTES[parameter.kind] * parameter.size for parameter in parameters)
         step = self._next_step(bucket)
-        method = self._method(bucket, parameters, counters, step)
-        passage = Passage(self, method, parameters, gradients, counters, step)
+        method, collective = self._choice(bucket, parameters, counters, step)
+        passage: Passage | NodePassage
+        if collective == "hierarchical" and self._nodes is not None:
+            passage = NodePassage(self, method, parameters, gradients, counters, step, self._nodes)
+        else:
+            passage = Passage(self, method, parameters, gradients, counters, step, collective)
         return (yield from passage.exchange())
 
     def _next_step(self, bucket: Bucket) -> int:
@@ -268,23 +289,31 @@ class Engine:
         self._steps[bucket.index] = step + 1
         return step
 
-    def _method(
+    def _choice(
         self, bucket: Bucket, parameters: Sequence[Parameter], counters: BucketCounters, step: int
-    ) -> Compressor:
-        """The compressor, or a dense exchange where that moves fewer bytes at this worker count."""
+    ) -> tuple[Compressor, str]:
+        """The compressor and how its payloads meet, or a dense exchange where that moves fewer bytes."""
+        given = self.compressor.of(bucket.name, bucket.parameters[0].shape)
         compressor = self.adaptation.method(step).of(bucket.name, bucket.parameters[0].shape)
-        if compressor.meets == "dense" and self.compressor.of(bucket.name, bucket.parameters[0].shape) != compressor:
+        if compressor.meets == "dense" and given.meets != "dense":
             # A policy's choice: in the gradients' own format.
-            return _dense_for(parameters)
-        if compressor.meets != "gather" or compressor.votes:
-            return compressor
+            return _dense_for(parameters), "allgather"
+        if compressor.meets != "gather":
+            return compressor, "allgather"
         units = units_of(parameters, compressor.granularity)
         payload = sum(compressor.expected_bytes(unit.size) for unit in units)
-        dense = sum(KIND_BYTES[parameter.kind] * parameter.size for parameter in parameters)
-        if moves_fewer_bytes(payload, dense, self.transport.workers):
-            return compressor
+        dense = float(sum(KIND_BYTES[parameter.kind] * parameter.size for parameter in parameters))
+        collective = compressor.collective
+        workers = self.transport.workers
+        if collective == "hierarchical" and self._nodes is not None:
+            workers = len(self._nodes.sizes)
+            if not self._nodes.is_useful:
+                # With one worker on each node there is nothing to add up first; on a single node, nothing in between.
+                collective, workers = "allgather", self.transport.workers
+        if compressor.votes or moves_fewer_bytes(payload, dense, workers, collective):
+            return compressor, collective
         counters.fallbacks += 1
-        return _dense_for(parameters)
+        return _dense_for(parameters), "allgather"
 
     def fingerprint(self, parameters: Sequence[Parameter]) -> int:
         """32 bits for all that must be the same on the workers that exchange `parameters`."""
@@ -320,6 +349,10 @@ class Engine:
         request = Allgather(settings_message(ops, settings, like, self.step, self.adaptation.state))
         self._agreement = (self.transport.start(request, self._settings_name), ops)
 
+    def meet_again(self) -> None:
+        """Compare settings anew before the next step, on all workers: equally many may be others than before."""
+        self._agreed_workers = self._settled_workers = 0
+
     def conclude_agreement(self) -> None:
         """Wait for what `begin_agreement` started; `finish` does it by itself.
 
@@ -335,6 +368,11 @@ class Engine:
         self.adaptation.state = state
         self._steps = {bucket.index: step + 1 for bucket in self.buckets}
         self._agreed_workers = self.transport.workers
+        if self._asks_nodes:
+            self._nodes = Nodes(self.transport)
+        postponed, self._postponed = self._postponed, []
+        for bucket, gradients in postponed:
+            self._launch(bucket, gradients)
 
     def _adapt(self) -> None:
         """Tell the policy, on all workers alike, what they measured in this step."""
@@ -364,3 +402,30 @@ def _dense_for(parameters: Sequence[Parameter]) -> Compressor:
     """A dense exchange in the format that all parameters have, or in float32."""
     kinds = {parameter.kind for parameter in parameters}
     return _DENSE.get(kinds.pop(), _UNCHANGED) if len(kinds) == 1 else _UNCHANGED
+
+
+def _require_collective(compressor: Compressor) -> None:
+    """Refuse a collective that does not fit the method.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+    for each in compressor.members():
+        if each.collective == "allgather":
+            continue
+        if each.meets != "gather":
+            raise ConfigurationError(
+                f"{each}: collective={each.collective} is for payloads that cannot be added, and those of this "
+                "method are, or have a way of their own: leave collective out"
+            )
+        if each.learns:
+            raise ConfigurationError(
+                f"{each}: a scale that lasts belongs to a whole tensor, and collective={each.collective} compresses "
+                "shares of it: leave out decay and every, or collective"
+            )
+        if each.collective == "hierarchical" and not each.memory.is_linear:
+            raise ConfigurationError(
+                f"{each}: collective=hierarchical adds the gradients of a node before anything else, and "
+                f"{each.memory} has to see those of each worker (clip). Leave out clip, or take "
+                "collective=scatter_reduce"
+            )

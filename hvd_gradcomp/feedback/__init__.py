@@ -3,6 +3,7 @@
 from hvd_gradcomp.feedback.memory import ErrorFeedback, Memory, NoMemory
 from hvd_gradcomp.feedback.momentum import Momentum, MomentumCorrection
 from hvd_gradcomp.feedback.residuals import mean_residuals, policy_from, residuals_from
+from hvd_gradcomp.feedback.shares import whole_parts
 
 __all__ = [
     "ErrorFeedback",
@@ -13,4 +14,5 @@ __all__ = [
     "mean_residuals",
     "policy_from",
     "residuals_from",
+    "whole_parts",
 ]

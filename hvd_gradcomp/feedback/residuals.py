@@ -8,7 +8,6 @@ What a method keeps besides, such as the factor of PowerSGD, is the same on all 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.ops import Array, Ops
@@ -77,9 +76,9 @@ def residuals_from(checkpoint: object, sizes: Mapping[str, int]) -> tuple[State,
     return state, int(checkpoint["step"])
 
 
-def policy_from(checkpoint: Mapping[str, Any]) -> tuple[float, ...]:
+def policy_from(checkpoint: object) -> tuple[float, ...]:
     """What a policy remembers according to a checkpoint that `residuals_from` accepted; () where it says nothing."""
-    return tuple(float(each) for each in checkpoint.get("policy", ()))
+    return tuple(float(each) for each in checkpoint.get("policy", ())) if isinstance(checkpoint, Mapping) else ()
 
 
 def _format_of(checkpoint: object) -> object:

@@ -1,4 +1,7 @@
-"""What changes while training runs: how much is sent, decided alike on all workers. Numbers only, no arrays."""
+"""What is decided about an exchange: how much is sent as training goes on, what it costs, and which one is best.
+
+Numbers only: nothing is measured or sent here.
+"""
 
 from hvd_gradcomp.policy.accordion import Accordion
 from hvd_gradcomp.policy.base import Observed, Policy, State

@@ -49,8 +49,10 @@ from hvd_gradcomp.compressors import (
 from hvd_gradcomp.errors import ConfigurationError, GradcompError, NonFiniteError, PayloadError, UnsupportedError
 from hvd_gradcomp.feedback import ErrorFeedback, Momentum, MomentumCorrection, NoMemory
 from hvd_gradcomp.policy import ByEpoch, ByFunction, Exponential, Piecewise
+from hvd_gradcomp.policy.local_steps import PostLocal
 from hvd_gradcomp.torch.allreduce import Tokens
 from hvd_gradcomp.torch.checkpoint import load_residual_state_dict, residual_state_dict
+from hvd_gradcomp.torch.local_sgd import DiLoCo, LocalSGD
 from hvd_gradcomp.torch.optimizer import DistributedOptimizer, counters, policy_report, register, unregister
 
 __all__ = [
@@ -68,6 +70,7 @@ __all__ = [
     "Compressor",
     "ConfigurationError",
     "CountSketch",
+    "DiLoCo",
     "DistributedOptimizer",
     "Dynamic8",
     "ErrorFeedback",
@@ -76,6 +79,7 @@ __all__ = [
     "GradcompError",
     "Int8",
     "Linear",
+    "LocalSGD",
     "Momentum",
     "MomentumCorrection",
     "Natural",
@@ -85,6 +89,7 @@ __all__ = [
     "OneBit",
     "PayloadError",
     "Piecewise",
+    "PostLocal",
     "PowerSGD",
     "RandomK",
     "Rule",
