@@ -51,7 +51,7 @@ METHODS: tuple[Compressor, ...] = (
     Int8(block=64, dense_below=0),
     Linear(bits=4, dense_below=0),
     Dynamic8(block=64, dense_below=0),
-    Calibrated(decay=0.5, percentile=99, dense_below=0),
+    Calibrated(percentile=99, dense_below=0),
     Natural(dense_below=0),
     OneBit(block=32, dense_below=0),
     QSGD(bucket=64, dense_below=0),

@@ -130,6 +130,17 @@ def test_workers_decide_alike_and_nothing_is_lost(spec: str, numpy_ops: Any) -> 
         run.assert_nothing_lost()
 
 
+@pytest.mark.parametrize(
+    ("collective", "nodes"), [("scatter_reduce", (3,)), ("hierarchical", (2, 1)), ("hierarchical", (2, 2))]
+)
+def test_policies_through_every_collective(collective: str, nodes: tuple[int, ...], numpy_ops: Any) -> None:
+    spec = f"gravac(topk(collective={collective}) >> int8, epsilon=0.3, {GRAVAC})"
+    run = Run(compression_from_spec(spec), numpy_ops, workers=sum(nodes))
+    run.cluster.nodes = nodes
+    run.go(10)
+    assert changes(run.factors)[:2] == [4, 8]
+
+
 def test_gravac_on_every_backend(ops: Any) -> None:
     run = Run(compression_from_spec(f"gravac(topk >> int8, epsilon=0.3, {GRAVAC})"), ops).go(10)
     # In the first step workers do not know yet that they agree, and measure nothing.

@@ -88,6 +88,15 @@ def test_an_empty_selection_leaves_the_scale_as_it_is(ops: Any) -> None:
     assert as_numpy(empty.kept["calibration"])[0] == 4
 
 
+def test_a_scale_that_lasts_needs_whole_tensors() -> None:
+    for code in (
+        Calibrated(decay=0.5, collective="scatter_reduce"),
+        TopK(collective="hierarchical") >> Calibrated(every=9),
+    ):
+        with pytest.raises(ConfigurationError, match="belongs to a whole tensor"):
+            engines_of(Cluster(2), code, parameters_of([(3000,)]))
+
+
 @pytest.mark.parametrize(
     "options",
     [
