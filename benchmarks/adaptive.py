@@ -167,9 +167,9 @@ def write_table(found: dict[str, dict[str, float]]) -> None:
     lines = [
         BEGIN,
         "",
-        f"{WORKERS} workers, {EPOCH} steps an epoch. Accuracy on the 450 test images, of which one is 0.22 points; `sent`",
-        "is relative to float32 gradients of the tensors that are compressed; the last column is the factor at the end,",
-        "for each seed.",
+        f"{WORKERS} workers, {EPOCH} steps an epoch. Accuracy on the 450 test images, of which one is 0.22 points;",
+        "`sent` is relative to float32 gradients of the tensors that are compressed; the last column is the factor at",
+        "the end, for each seed.",
         "",
         "| epochs | method | seeds | accuracy, mean | lowest | against none | sent | factor |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -180,9 +180,10 @@ def write_table(found: dict[str, dict[str, float]]) -> None:
         mean = statistics.mean(accuracies)
         factors = ", ".join(f"{each['factor']:.0f}" for each in results) if "(topk >>" in spec else ""
         sent = statistics.mean(each["sent"] for each in results)
+        against = f"{100 * (mean - dense):+.2f}"
         lines.append(
-            f"| {epochs} | `{spec}` | {len(results)} | {mean:.2%} | {min(accuracies):.2%} | {100 * (mean - dense):+.2f} "
-            f"| {sent:.2%} | {factors} |"
+            f"| {epochs} | `{spec}` | {len(results)} | {mean:.2%} | {min(accuracies):.2%} | {against} | {sent:.2%} "
+            f"| {factors} |"
         )
     text = DOCUMENT.read_text()
     DOCUMENT.write_text(text[: text.index(BEGIN)] + "\n".join([*lines, "", END]) + text[text.index(END) + len(END) :])
