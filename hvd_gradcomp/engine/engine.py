@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from hvd_gradcomp.collectives import Allgather, Confirm, Request, Transport, moves_fewer_bytes
-from hvd_gradcomp.compressors import BF16, FP16, Compressor, NoCompression
+from hvd_gradcomp.collectives import Allgather, Confirm, Request, Transport
+from hvd_gradcomp.compressors import Compressor
 from hvd_gradcomp.engine.adaptation import Adaptation
 from hvd_gradcomp.engine.agreement import compare_settings, settings_message
-from hvd_gradcomp.engine.buckets import BUCKET_BYTES, Bucket, Parameter, plan_buckets
+from hvd_gradcomp.engine.buckets import BUCKET_BYTES, Bucket, Parameter, buckets_of
+from hvd_gradcomp.engine.choice import choose, dense_for, require_collective
 from hvd_gradcomp.engine.nodes import NodePassage, Nodes
 from hvd_gradcomp.engine.passage import KIND_BYTES, Passage
-from hvd_gradcomp.engine.units import units_of
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.ops import Array, Ops, ops_for
 from hvd_gradcomp.telemetry import BucketCounters, Counters
-
-# What a dense exchange of gradients in a 16-bit format sends; others go as float32.
-_DENSE: dict[str, Compressor] = {"float16": FP16(), "bfloat16": BF16()}
-_UNCHANGED = NoCompression()
 
 
 @dataclass
@@ -77,7 +73,7 @@ class Engine:
         scope: str = "",
         settings_name: str = "",
     ) -> None:
-        _require_collective(compressor)
+        require_collective(compressor)
         self.adaptation = Adaptation(compressor)
         self.parameters = tuple(parameters)
         self.transport = transport
@@ -88,7 +84,7 @@ class Engine:
         self.counters = Counters()
         if compressor.granularity == "model":
             bucket_bytes, groups = sum(KIND_BYTES["float32"] * each.size for each in self.parameters), None
-        self.buckets = _buckets_of(compressor, self.parameters, bucket_bytes, groups)
+        self.buckets = buckets_of(compressor, self.parameters, bucket_bytes, groups)
         self._bucket_of = {parameter.name: bucket for bucket in self.buckets for parameter in bucket.parameters}
         # Bucket index -> exchanges begun; and how many had been when the state was saved that this engine began with.
         self._steps: dict[int, int] = {}
@@ -296,24 +292,12 @@ class Engine:
         given = self.compressor.of(bucket.name, bucket.parameters[0].shape)
         compressor = self.adaptation.method(step).of(bucket.name, bucket.parameters[0].shape)
         if compressor.meets == "dense" and given.meets != "dense":
-            # A policy's choice: in the gradients' own format.
-            return _dense_for(parameters), "allgather"
-        if compressor.meets != "gather":
-            return compressor, "allgather"
-        units = units_of(parameters, compressor.granularity)
-        payload = sum(compressor.expected_bytes(unit.size) for unit in units)
-        dense = float(sum(KIND_BYTES[parameter.kind] * parameter.size for parameter in parameters))
-        collective = compressor.collective
-        workers = self.transport.workers
-        if collective == "hierarchical" and self._nodes is not None:
-            workers = len(self._nodes.sizes)
-            if not self._nodes.is_useful:
-                # With one worker on each node there is nothing to add up first; on a single node, nothing in between.
-                collective, workers = "allgather", self.transport.workers
-        if compressor.votes or moves_fewer_bytes(payload, dense, workers, collective):
-            return compressor, collective
-        counters.fallbacks += 1
-        return _dense_for(parameters), "allgather"
+            # A policy's choice.
+            return dense_for(parameters), "allgather"
+        nodes = self._nodes.sizes if self._nodes is not None and self._nodes.is_useful else ()
+        method, collective = choose(compressor, parameters, self.transport.workers, nodes)
+        counters.fallbacks += method is not compressor
+        return method, collective
 
     def fingerprint(self, parameters: Sequence[Parameter]) -> int:
         """32 bits for all that must be the same on the workers that exchange `parameters`."""
@@ -381,51 +365,3 @@ class Engine:
         request = Allgather(self.adaptation.message(ops, sent_bytes))
         gathered = self.transport.wait(self.transport.start(request, f"{self._settings_name}.policy"))
         self.adaptation.conclude(ops, gathered, self.transport.ranks)
-
-
-def _buckets_of(
-    compressor: Compressor,
-    parameters: Sequence[Parameter],
-    bucket_bytes: int,
-    groups: Iterable[Iterable[str]] | None,
-) -> tuple[Bucket, ...]:
-    """Buckets of parameters that have one compressor in common."""
-    alike: dict[Compressor, list[Parameter]] = {}
-    for parameter in parameters:
-        alike.setdefault(compressor.of(parameter.name, parameter.shape), []).append(parameter)
-    named = None if groups is None else [list(group) for group in groups]
-    found = [bucket for each in alike.values() for bucket in plan_buckets(each, bucket_bytes, named)]
-    return tuple(replace(bucket, index=index) for index, bucket in enumerate(found))
-
-
-def _dense_for(parameters: Sequence[Parameter]) -> Compressor:
-    """A dense exchange in the format that all parameters have, or in float32."""
-    kinds = {parameter.kind for parameter in parameters}
-    return _DENSE.get(kinds.pop(), _UNCHANGED) if len(kinds) == 1 else _UNCHANGED
-
-
-def _require_collective(compressor: Compressor) -> None:
-    """Refuse a collective that does not fit the method.
-
-    Raises:
-        ConfigurationError: it does not.
-    """
-    for each in compressor.members():
-        if each.collective == "allgather":
-            continue
-        if each.meets != "gather":
-            raise ConfigurationError(
-                f"{each}: collective={each.collective} is for payloads that cannot be added, and those of this "
-                "method are, or have a way of their own: leave collective out"
-            )
-        if each.learns:
-            raise ConfigurationError(
-                f"{each}: a scale that lasts belongs to a whole tensor, and collective={each.collective} compresses "
-                "shares of it: leave out decay and every, or collective"
-            )
-        if each.collective == "hierarchical" and not each.memory.is_linear:
-            raise ConfigurationError(
-                f"{each}: collective=hierarchical adds the gradients of a node before anything else, and "
-                f"{each.memory} has to see those of each worker (clip). Leave out clip, or take "
-                "collective=scatter_reduce"
-            )
