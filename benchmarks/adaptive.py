@@ -49,7 +49,7 @@ TRAININGS = {
     # A long training pays less for its search.
     25: [
         "none",
-        "gravac(topk >> int8, theta_max=160, epsilon=0.08, window=10, growth=4, throughput=bytes)",
+        "gravac(topk >> int8, theta_min=40, theta_max=160, epsilon=0.08, window=10, growth=4, throughput=bytes)",
         "topk(ratio=0.01) >> int8",
         "topk(ratio=0.001) >> int8",
     ],
