@@ -46,7 +46,6 @@ class Adaptation:
     Attributes:
         state: of the policy; () without one.
         in_use: the state that the step under way goes by.
-        resumed: the state that this worker began with, which all must have in common.
         measuring: whether this step's gradients are looked at.
         like: an empty array on the device of the gradients.
     """
@@ -54,7 +53,6 @@ class Adaptation:
     def __init__(self, compressor: Compressor, clock: Callable[[], float] = time.perf_counter) -> None:
         self.compressor = compressor
         self.state: State = compressor.adapts.init() if compressor.adapts else ()
-        self.resumed = self.state
         self.measuring = False
         self.like: Array = None
         self._clock = clock
@@ -73,14 +71,14 @@ class Adaptation:
 
         Args:
             step: its number, from 0.
-            agreed: whether the workers know that their settings and states are alike; until they do, all use what they
-                began with, and measure nothing.
+            agreed: whether the workers know that their settings and states are alike; until they do, all do what the
+                policy does at first, which needs no state, and measure nothing.
             like: an array on the device of the gradients.
         """
         policy = self.compressor.adapts
         if policy is None:
             return
-        self.in_use = self.state if agreed else self.resumed
+        self.in_use = self.state if agreed else policy.init()
         self.measuring = agreed and policy.observes(step)
         # Nothing of its values is of interest, and its memory is not to be kept.
         self.like = like[:0] if len(like.shape) == 1 else like.reshape(-1)[:0]
@@ -205,7 +203,7 @@ class Adaptation:
             )
         elif numbers:
             self.state = numbers[1:]
-        self.resumed = self.in_use = self.state
+        self.in_use = self.state
         self._since = None
 
     def _number(self) -> float:

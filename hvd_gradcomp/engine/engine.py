@@ -328,8 +328,6 @@ class Engine:
             "buckets": zlib.crc32(repr(self.buckets).encode()),
             **self.options,
         }
-        if self.compressor.adapts is not None:
-            settings["state of the policy at the start"] = list(self.adaptation.resumed)
         request = Allgather(settings_message(ops, settings, like, self.step, self.adaptation.state))
         self._agreement = (self.transport.start(request, self._settings_name), ops)
 

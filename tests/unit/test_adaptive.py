@@ -268,13 +268,18 @@ def test_different_policies_are_an_error_at_the_first_step(numpy_ops: Any) -> No
             run.go(1)
 
 
-def test_a_state_that_only_some_workers_loaded_is_an_error_at_the_first_step(numpy_ops: Any) -> None:
+def test_a_state_that_only_some_workers_loaded_is_taken_over_by_all(numpy_ops: Any) -> None:
+    """The first step is that of a new policy, for which nobody needs a state."""
     compressor = compression_from_spec(f"gravac(topk, epsilon=0.3, {GRAVAC})")
     run = Run(compressor, numpy_ops).go(10)
     resumed = Run(compressor, numpy_ops)
-    resumed.engines[0].load_state({}, 10, run.engines[0].policy_state)
-    with pytest.raises(ConfigurationError, match="state of the policy at the start"):
-        resumed.go(1)
+    resumed.engines[1].load_state({}, 10, run.engines[0].policy_state)
+    resumed.go(1)
+    sent = resumed.engines[0].counters.total
+    assert sent.kept == sent.elements / 4
+    assert {engine.adaptation.state for engine in resumed.engines} == {run.engines[0].adaptation.state}
+    resumed.go(1)
+    assert resumed.engines[0].counters.total.kept - sent.kept == 125 + 188, "a sixteenth of 2000 and of 3000"
 
 
 @pytest.mark.parametrize("spec", [f"gravac(topk, {GRAVAC})", "scheduled(topk, piecewise((1,), (0.5, 0.1)))", "randomk"])
