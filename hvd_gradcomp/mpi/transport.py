@@ -7,22 +7,31 @@ run to their end in `start`; nothing overlaps.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from hvd_gradcomp.collectives import Allgather, Allreduce, Request
+from hvd_gradcomp.collectives import Allgather, Allreduce, Request, node_key, nodes_of
+from hvd_gradcomp.collectives.topology import KEY_BYTES, NODES_VARIABLE
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.ops import Array
 
 
 class MPITransport:
-    """Collectives among the workers of a communicator, on numpy arrays."""
+    """Collectives among the workers of a communicator, on numpy arrays.
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    Args:
+        comm: the communicator.
+        ranks: the workers' ranks in the whole job; by default those in the communicator.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int] | None = None) -> None:
         self.comm = comm
+        self._ranks = tuple(range(self.workers) if ranks is None else ranks)
 
     @property
     def rank(self) -> int:
@@ -31,8 +40,8 @@ class MPITransport:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The workers' ranks, by which messages call them: those in the communicator."""
-        return tuple(range(self.workers))
+        """The workers' ranks in the whole job."""
+        return self._ranks
 
     @property
     def workers(self) -> int:
@@ -42,6 +51,22 @@ class MPITransport:
     def adds(self, kind: str) -> bool:
         """MPI adds float32; it knows no 16-bit format."""
         return kind == "float32"
+
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """Workers who can share memory share a node, or as `HVD_GRADCOMP_NODES` says."""
+        if os.environ.get(NODES_VARIABLE):
+            key = node_key(self.rank, self.workers)
+        else:
+            local = self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+            key = int(local.bcast(self.rank)).to_bytes(KEY_BYTES, "little")
+            local.Free()
+        return nodes_of(b"".join(self.comm.allgather(key)))
+
+    def part(self, groups: Sequence[Sequence[int]]) -> MPITransport:
+        """The workers of that group which this one is in."""
+        number = next(number for number, group in enumerate(groups) if self.rank in group)
+        mine = [self._ranks[rank] for rank in sorted(groups[number])]
+        return MPITransport(MPI.Intracomm(self.comm.Split(number, self.rank)), mine)
 
     def start(self, request: Request, name: str) -> Array:
         """Carry out a request; the handle is its result.

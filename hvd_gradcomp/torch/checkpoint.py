@@ -14,7 +14,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvd_gradcomp.engine import Engine
-from hvd_gradcomp.feedback import mean_residuals, residuals_from
+from hvd_gradcomp.feedback import mean_residuals, residuals_from, whole_parts
 from hvd_gradcomp.feedback.residuals import State
 from hvd_gradcomp.ops import backend
 from hvd_gradcomp.torch.exchange import GradientExchange, require_members
@@ -70,7 +70,7 @@ def mean_state(
     shared = {}
     parts = engine.compressor.memory.parts
     for name, p in parameters.items():
-        own = engine.state.get(name, {})
+        own = whole_parts(backend("torch"), name, p.numel(), engine.state.get(name, {}))
         for part in parts:
             total = own[part].clone() if part in own else torch.zeros(p.numel(), device=p.device)
             handle = mpi_ops.allreduce_async_(
