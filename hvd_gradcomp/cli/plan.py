@@ -14,11 +14,11 @@ import json
 import math
 import os
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_gradcomp.compressors import Compressor, compression_from_spec
+from hvd_gradcomp.compressors import compression_from_spec
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.policy.models import MODELS
 from hvd_gradcomp.policy.planner import (
@@ -43,6 +43,8 @@ METHODS = (
     "topk(ratio=0.001) >> int8",
     "powersgd(rank=4)",
 )
+# Besides the allgather that every method is measured with.
+COLLECTIVES = ("scatter_reduce", "hierarchical")
 # Of a step's time without exchange; the backward pass computes two gradients where the forward pass computes a value.
 _FORWARD_SHARE = 1 / 3
 
@@ -73,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods", nargs="+", metavar="SPEC", default=METHODS, help="besides dense (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write to this file, on rank 0, instead of printing")
     parser.set_defaults(run=run)
 
 
@@ -96,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = [probe.dense(model.shapes)]
         for spec, compressor in methods.items():
             measured = probe.method(spec, compressor, model.shapes)
-            others = (with_collective(measured, each, machines) for each in offered(compressor))
+            others = (with_collective(measured, each, machines) for each in COLLECTIVES)
             found += [measured, *(each for each in others if each)]
         compute = None
         if arguments.step_ms:
@@ -107,14 +110,12 @@ def run(arguments: argparse.Namespace) -> int:
         ranking = rank(found, machines, compute)
         if first:
             show = as_json if arguments.json else as_text
-            print(show(arguments.model, machines, compute, ranking), flush=True)
+            text = show(arguments.model, machines, compute, ranking)
+            if arguments.out:
+                arguments.out.write_text(text + "\n")
+            else:
+                print(text, flush=True)
     return 0
-
-
-def offered(compressor: Compressor) -> tuple[str, ...]:
-    """Collectives besides allgather that this version of the package has."""
-    has_choice = any(each.name == "collective" for each in fields(compressor))
-    return ("scatter_reduce", "hierarchical") if has_choice else ()
 
 
 def load_model(text: str) -> Model:

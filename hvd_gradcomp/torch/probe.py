@@ -175,9 +175,18 @@ class Repeating:
         """As Horovod: not bfloat16."""
         return kind != "bfloat16"
 
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """One worker on each, so that nothing is done nodewise."""
+        return tuple((rank,) for rank in self.ranks)
+
+    def part(self, groups: Sequence[Sequence[int]]) -> Repeating:
+        """Of workers who are all alike."""
+        return Repeating(len(groups[0]))
+
     def start(self, request: Request, name: str) -> torch.Tensor:
         """The result at once."""
-        its = self.requests.setdefault(name.rstrip("0123456789").removesuffix("."), [])
+        # What follows the bucket's name says which of its collectives this is.
+        its = self.requests.setdefault(name.partition(".")[0], [])
         if isinstance(request, Allreduce):
             width = 2 if request.kind in ("float16", "bfloat16") else 4
             its.append(("allreduce", float(width * len(request.values))))
