@@ -17,11 +17,12 @@ from hvd_gradcomp.collectives import Allgather, Confirm, Request, Transport, mov
 from hvd_gradcomp.compressors import BF16, FP16, Compressor, NoCompression
 from hvd_gradcomp.engine.agreement import compare_settings, settings_message
 from hvd_gradcomp.engine.buckets import BUCKET_BYTES, Bucket, Parameter, plan_buckets
+from hvd_gradcomp.engine.choosing import Chooser, make_chooser, require_collective
 from hvd_gradcomp.engine.nodes import NodePassage, Nodes
 from hvd_gradcomp.engine.passage import KIND_BYTES, Passage
 from hvd_gradcomp.engine.units import units_of
 from hvd_gradcomp.errors import ConfigurationError
-from hvd_gradcomp.ops import Array, Ops, ops_for
+from hvd_gradcomp.ops import Array, ops_for
 from hvd_gradcomp.telemetry import BucketCounters, Counters
 
 # What a dense exchange of gradients in a 16-bit format sends; others go as float32.
@@ -59,6 +60,7 @@ class Engine:
         state: parameter name -> part -> what this worker keeps between steps: the parts of the memory, float32 (n,)
             each, of which "residual" is what has not been sent yet, and what a method keeps for its own exchange.
         counters: what was sent, for each bucket.
+        chooser: what `collective="auto"` goes by; None before the first step, and with other collectives.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Engine:
         scope: str = "",
         settings_name: str = "",
     ) -> None:
-        _require_collective(compressor)
+        require_collective(compressor)
         self.compressor = compressor
         self.parameters = tuple(parameters)
         self.transport = transport
@@ -97,9 +99,10 @@ class Engine:
         self._settings_name = f"{scope}{settings_name or own_name}"
         self._agreed_workers = 0
         self._nodes: Nodes | None = None
+        self.chooser: Chooser | None = None
         # Buckets that wait for the agreement, in the first step only.
         self._postponed: list[tuple[Bucket, Mapping[str, Array | None]]] = []
-        self._agreement: tuple[Any, Ops] | None = None
+        self._agreement: tuple[Any, Array] | None = None
 
     @property
     def residuals(self) -> Mapping[str, Array]:
@@ -200,7 +203,7 @@ class Engine:
     @property
     def _asks_nodes(self) -> bool:
         """Whether it matters which workers share a node."""
-        return self.compressor.collective == "hierarchical"
+        return self.compressor.collective in ("hierarchical", "auto")
 
     # -- one bucket ---------------------------------------------------------------------------------------------------
 
@@ -276,7 +279,13 @@ class Engine:
             if not self._nodes.is_useful:
                 # With one worker on each node there is nothing to add up first; on a single node, nothing in between.
                 collective, workers = "allgather", self.transport.workers
-        if compressor.votes or moves_fewer_bytes(payload, dense, workers, collective):
+        if collective == "auto" and self.chooser is not None:
+            collective = self.chooser.cheapest(payload, dense, self.compressor.memory.is_linear)
+            is_worth_it = collective != "dense"
+            collective = collective if is_worth_it else "allgather"
+        else:
+            is_worth_it = moves_fewer_bytes(payload, dense, workers, collective)
+        if compressor.votes or is_worth_it:
             return compressor, collective
         counters.fallbacks += 1
         kinds = {parameter.kind for parameter in parameters}
@@ -306,7 +315,7 @@ class Engine:
             **self.options,
         }
         request = Allgather(settings_message(ops, settings, like, self.step))
-        self._agreement = (self.transport.start(request, self._settings_name), ops)
+        self._agreement = (self.transport.start(request, self._settings_name), like)
 
     def conclude_agreement(self) -> None:
         """Wait for what `begin_agreement` started; `finish` does it by itself.
@@ -316,33 +325,16 @@ class Engine:
         """
         if self._agreement is None:
             return
-        (handle, ops), self._agreement = self._agreement, None
+        (handle, like), self._agreement = self._agreement, None
+        ops = ops_for(like)
         step = compare_settings(ops, self.transport.wait(handle), self.transport.ranks, self.transport.rank)
         self._steps = {bucket.index: step + (not self._asks_nodes) for bucket in self.buckets}
         self._agreed_workers = self.transport.workers
         if self._asks_nodes:
-            self._nodes = Nodes(self.transport)
+            auto = self.compressor.collective == "auto"
+            self._nodes = Nodes(self.transport, needed=not auto)
+            if auto:
+                self.chooser = make_chooser(self.transport, self._nodes, self._settings_name, like)
         postponed, self._postponed = self._postponed, []
         for bucket, gradients in postponed:
             self._launch(bucket, gradients)
-
-
-def _require_collective(compressor: Compressor) -> None:
-    """Refuse a collective that does not fit the method.
-
-    Raises:
-        ConfigurationError: it does not.
-    """
-    if compressor.collective == "allgather":
-        return
-    if compressor.meets != "gather":
-        raise ConfigurationError(
-            f"{compressor}: collective={compressor.collective} is for payloads that cannot be added, and those of this "
-            "method are, or have a way of their own: leave collective out"
-        )
-    if compressor.collective == "hierarchical" and not compressor.memory.is_linear:
-        raise ConfigurationError(
-            f"{compressor}: collective=hierarchical adds the gradients of a node before anything else, and "
-            f"{compressor.memory} has to see those of each worker (clip). Leave out clip, or take "
-            "collective=scatter_reduce"
-        )

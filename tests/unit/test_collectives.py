@@ -226,7 +226,7 @@ def test_corrupt_bytes_are_an_error_at_every_worker(ops, way, kind):
         assert f"rank {run.cluster.ranks[victim]} sent a corrupt payload" in str(outcome)
 
 
-@pytest.mark.parametrize("others", ["allgather", "hierarchical"])
+@pytest.mark.parametrize("others", ["allgather", "hierarchical", "auto"])
 def test_workers_that_would_meet_in_different_ways(others):
     parameters = parameters_of(SHAPES)
     cluster = Cluster(3, nodes=(2, 1))
