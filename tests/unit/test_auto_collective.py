@@ -1,4 +1,4 @@
-"""`collective="auto"`: the cheapest exchange by the cost model, agreed upon by all workers, whatever each has measured."""
+"""`collective="auto"`: the cheapest exchange by the cost model, agreed upon by all, whatever each has measured."""
 
 from __future__ import annotations
 

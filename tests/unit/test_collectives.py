@@ -31,7 +31,7 @@ WAYS = {
     "one worker": ("scatter_reduce", (1,)),
     "nodes": ("hierarchical", (2, 2)),
     "uneven nodes": ("hierarchical", (2, 1, 3)),
-    "many nodes": ("hierarchical", (2, 2, 2, 2, 2)),
+    "many nodes": ("hierarchical", (2, 1, 1, 1, 2)),
     "one node": ("hierarchical", (3,)),
     "a worker a node": ("hierarchical", (1, 1)),
 }
