@@ -336,7 +336,10 @@ class LocalContext:
 def encode_locally(compressor: Compressor, ops: Ops, tensor: Array) -> tuple[Array, LocalContext]:
     """`compress` without workers: the frame of one tensor, and its context."""
     if compressor.meets == "own":
-        raise UnsupportedError(f"{compressor} has a meaning between workers only: run it under horovodrun")
+        raise UnsupportedError(
+            f"{compressor} has no payload without workers: its {type(compressor).__name__}.exchange adds over them in "
+            "several rounds. Call hvd.init() before compress(), in a script that horovodrun starts"
+        )
     x = ops.copy(ops.flat32(tensor))
     require_finite(ops, x)
     frame, _ = compressor.encode(ops, x, Context())

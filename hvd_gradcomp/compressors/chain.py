@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
 from hvd_gradcomp.compressors.base import Compressor, Context
@@ -17,6 +17,8 @@ from hvd_gradcomp.wire.values import decode_values, encode_floats
 
 #: The wire number of frames that hold positions and values.
 SPARSE_FRAME = 1
+# Those of every compressor.
+_OPTIONS = ("memory", "dense_below", "granularity", "collective")
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,9 @@ class Sparsifier(Compressor):
 class Chain(Compressor):
     """What `sparsifier >> code` gives: select with one, code the selected values with the other.
 
-    The options (`memory`, `dense_below`, `granularity`, `collective`) are the sparsifier's; those of the value code are
-    not looked at. Payloads add up where those of both parts do: `RandomK(0.01) >> FP16()` is summed in float16.
+    The options (`memory`, `dense_below`, `granularity`, `collective`) are the sparsifier's, and an error where they are
+    given to the value code. Payloads add up where those of both parts do: `RandomK(0.01) >> FP16()` is summed in
+    float16.
     """
 
     spec_name: ClassVar[str] = ">>"
@@ -147,7 +150,17 @@ class Chain(Compressor):
     collective: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        for option in ("memory", "dense_below", "granularity", "collective", "draws"):
+        misplaced = {
+            each.name: getattr(self.code, each.name)
+            for each in fields(self.code)
+            if each.name in _OPTIONS and getattr(self.code, each.name) != each.default
+        }
+        if misplaced:
+            raise ConfigurationError(
+                f"{self}: {', '.join(misplaced)} would have no effect on the right of >>; options of the whole belong "
+                f"to the left side, as in {replace(self.sparsifier, **misplaced)} >> {type(self.code).spec_name}"
+            )
+        for option in (*_OPTIONS, "draws"):
             object.__setattr__(self, option, getattr(self.sparsifier, option))
         # For other compressors these belong to the class; for a chain they depend on its parts.
         adds = self.sparsifier.meets == "sum" and self.code.meets in ("sum", "dense")

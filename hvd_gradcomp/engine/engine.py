@@ -317,6 +317,10 @@ class Engine:
         request = Allgather(settings_message(ops, settings, like, self.step))
         self._agreement = (self.transport.start(request, self._settings_name), like)
 
+    def meet_again(self) -> None:
+        """Compare settings anew before the next step, on all workers: equally many may be others than before."""
+        self._agreed_workers = 0
+
     def conclude_agreement(self) -> None:
         """Wait for what `begin_agreement` started; `finish` does it by itself.
 
