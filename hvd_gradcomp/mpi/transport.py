@@ -7,22 +7,29 @@ run to their end in `start`; nothing overlaps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from hvd_gradcomp.collectives import Allgather, Allreduce, Request
+from hvd_gradcomp.collectives import Allgather, Allreduce, Request, node_key, nodes_of
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.ops import Array
 
 
 class MPITransport:
-    """Collectives among the workers of a communicator, on numpy arrays."""
+    """Collectives among the workers of a communicator, on numpy arrays.
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    Args:
+        comm: whose.
+        ranks: by which messages call the workers; by default as the communicator does.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int] | None = None) -> None:
         self.comm = comm
+        self._ranks = tuple(range(comm.Get_size()) if ranks is None else ranks)
 
     @property
     def rank(self) -> int:
@@ -31,8 +38,8 @@ class MPITransport:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The workers' ranks, by which messages call them: those in the communicator."""
-        return tuple(range(self.workers))
+        """The workers' ranks, by which messages call them."""
+        return self._ranks
 
     @property
     def workers(self) -> int:
@@ -42,6 +49,15 @@ class MPITransport:
     def adds(self, kind: str) -> bool:
         """MPI adds float32; it knows no 16-bit format."""
         return kind == "float32"
+
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """Workers of one host share a node."""
+        return nodes_of(b"".join(self.comm.allgather(node_key(self.rank, self.workers))))
+
+    def part(self, groups: Sequence[Sequence[int]]) -> MPITransport:
+        """The workers of that group which this one is in, in a communicator of their own."""
+        number, mine = next((number, group) for number, group in enumerate(groups) if self.rank in group)
+        return MPITransport(self.comm.Split(number, mine.index(self.rank)), [self._ranks[place] for place in mine])
 
     def start(self, request: Request, name: str) -> Array:
         """Carry out a request; the handle is its result.
