@@ -200,6 +200,17 @@ class Engine:
         for flight in flights:
             self.transport.wait(flight.handle)
 
+    def shares(self) -> list[tuple[int, int, tuple[str, ...]]]:
+        """What this worker may keep for shares only, when workers have agreed: its number, the owners, the parts."""
+        found = []
+        memory, collective = self.compressor.memory, self.compressor.collective
+        if collective in ("scatter_reduce", "auto"):
+            found.append((self.transport.rank, self.transport.workers, memory.of_owner().parts))
+        nodes = self._nodes
+        if nodes is not None and nodes.is_useful and nodes.share < nodes.owners:
+            found.append((nodes.share, nodes.owners, memory.parts))
+        return found
+
     @property
     def _asks_nodes(self) -> bool:
         """Whether it matters which workers share a node."""
