@@ -7,6 +7,7 @@ run to their end in `start`; nothing overlaps.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hvd_gradcomp.collectives import Allgather, Allreduce, Request, node_key, nodes_of
+from hvd_gradcomp.collectives.topology import KEY_BYTES, NODES_VARIABLE
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.ops import Array
 
@@ -23,13 +25,13 @@ class MPITransport:
     """Collectives among the workers of a communicator, on numpy arrays.
 
     Args:
-        comm: whose.
-        ranks: by which messages call the workers; by default as the communicator does.
+        comm: the communicator.
+        ranks: the workers' ranks in the whole job; by default those in the communicator.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int] | None = None) -> None:
         self.comm = comm
-        self._ranks = tuple(range(comm.Get_size()) if ranks is None else ranks)
+        self._ranks = tuple(range(self.workers) if ranks is None else ranks)
 
     @property
     def rank(self) -> int:
@@ -38,7 +40,7 @@ class MPITransport:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The workers' ranks, by which messages call them."""
+        """The workers' ranks in the whole job."""
         return self._ranks
 
     @property
@@ -51,13 +53,20 @@ class MPITransport:
         return kind == "float32"
 
     def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """Workers of one host share a node."""
-        return nodes_of(b"".join(self.comm.allgather(node_key(self.rank, self.workers))))
+        """Workers who can share memory share a node, or as `HVD_GRADCOMP_NODES` says."""
+        if os.environ.get(NODES_VARIABLE):
+            key = node_key(self.rank, self.workers)
+        else:
+            local = self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+            key = int(local.bcast(self.rank)).to_bytes(KEY_BYTES, "little")
+            local.Free()
+        return nodes_of(b"".join(self.comm.allgather(key)))
 
     def part(self, groups: Sequence[Sequence[int]]) -> MPITransport:
-        """The workers of that group which this one is in, in a communicator of their own."""
-        number, mine = next((number, group) for number, group in enumerate(groups) if self.rank in group)
-        return MPITransport(self.comm.Split(number, mine.index(self.rank)), [self._ranks[place] for place in mine])
+        """The workers of that group which this one is in."""
+        number = next(number for number, group in enumerate(groups) if self.rank in group)
+        mine = [self._ranks[rank] for rank in sorted(groups[number])]
+        return MPITransport(MPI.Intracomm(self.comm.Split(number, self.rank)), mine)
 
     def start(self, request: Request, name: str) -> Array:
         """Carry out a request; the handle is its result.

@@ -25,13 +25,14 @@ class Corrected(NamedTuple):
 
     Attributes:
         x: float32, shape (n,).
-        finite: whether no value is NaN or infinite.
+        finite: whether no value is NaN or infinite; on a GPU an object that waits for the answer when it is asked, so
+            that the host may put more work on the device before.
         candidates: where the largest magnitudes are, for `Ops.top_positions` at these values; None when nobody looked.
             It saves time and never changes what is selected.
     """
 
     x: Array
-    finite: bool
+    finite: object
     candidates: object = None
 
 
@@ -274,8 +275,8 @@ class Ops(ABC):
 
     # -- several steps at once ------------------------------------------------------------------------------------
     #
-    # A backend with kernels of its own overrides these (ops/native). What is left out here is said step by step where
-    # it belongs: `None` asks the caller to take these steps. Either way the bytes are the same.
+    # A backend with kernels of its own overrides these (ops/native, ops/triton). What is left out here is said step by
+    # step where it belongs: `None` asks the caller to take these steps. Either way the bytes are the same.
 
     def correct(self, gradient: Array, residual: Array | None, wanted: int) -> Corrected:
         """`gradient + residual` (or `gradient` alone), checked, and searched for the `wanted` largest magnitudes.

@@ -6,11 +6,11 @@ from functools import cache
 from importlib import import_module
 
 from hvd_gradcomp.errors import UnsupportedError
-from hvd_gradcomp.ops import native
+from hvd_gradcomp.ops import native, triton
 from hvd_gradcomp.ops.base import Array, Ops
 
-# Top-level module of an array's class -> where its primitives live. Beside a class there may be another one, with
-# "Native" before its name, that has native kernels for what they can reach.
+# Top-level module of an array's class -> where its primitives live. Beside a class there may be others, with "Native"
+# before its name, that has native kernels for what they can reach, and with "Triton" before either, for GPUs.
 _BACKENDS = {
     "numpy": ("hvd_gradcomp.ops.numpy_ops", "NumpyOps"),
     "torch": ("hvd_gradcomp.ops.torch_ops", "TorchOps"),
@@ -28,8 +28,10 @@ def backend(name: str) -> Ops:
     if name not in _BACKENDS:
         raise UnsupportedError(f"no array primitives for {name!r}; known: {', '.join(sorted(_BACKENDS))}")
     module, cls = import_module(_BACKENDS[name][0]), _BACKENDS[name][1]
-    with_kernels = getattr(module, f"Native{cls}", None) if native.available() else None
-    primitives: Ops = (with_kernels or getattr(module, cls))()
+    for kernels, present in (("Native", native.available()), ("Triton", triton.available())):
+        if present and hasattr(module, kernels + cls):
+            cls = kernels + cls
+    primitives: Ops = getattr(module, cls)()
     return primitives
 
 

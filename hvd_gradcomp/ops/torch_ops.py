@@ -8,6 +8,7 @@ import torch
 
 from hvd_gradcomp.ops.base import Array, Ops
 from hvd_gradcomp.ops.native.kernels import NativeKernels
+from hvd_gradcomp.ops.triton.kernels import TritonKernels
 
 _DTYPES = {
     "float32": torch.float32,
@@ -219,3 +220,11 @@ class NativeTorchOps(NativeKernels, TorchOps):
 
     def room(self, count: int, dtype: str, like: Array) -> Array:
         return torch.empty(count, dtype=_DTYPES[dtype], device=like.device)
+
+
+class TritonTorchOps(TritonKernels, TorchOps):
+    """The same, by Triton's kernels for tensors on GPUs."""
+
+
+class TritonNativeTorchOps(TritonKernels, NativeTorchOps):
+    """The same, by Triton's kernels for tensors on GPUs and native ones for those on the CPU."""

@@ -98,7 +98,7 @@ def wait(handle: int | None) -> Any:
         HorovodInternalError: as Horovod raises it.
     """
     try:
-        return mpi_ops.synchronize(handle)
+        result = mpi_ops.synchronize(handle)
     except HorovodInternalError as error:
         if "Mismatched" in str(error):
             raise ConfigurationError(
@@ -111,3 +111,21 @@ def wait(handle: int | None) -> Any:
             f"Horovod said: {error}. A worker called hvd.join() while others still exchange compressed gradients: "
             f"{JOIN_ADVICE}"
         ) from error
+    for each in result if isinstance(result, tuple) else (result,):
+        if isinstance(each, torch.Tensor) and each.is_cuda:
+            _join_stream(each)
+    return result
+
+
+def _join_stream(x: torch.Tensor) -> None:
+    """Let work on the current CUDA stream use `x`, which comes from Horovod.
+
+    Horovod waits for the stream on which a tensor was handed in, but knows nothing of the one on which the result will
+    be used. Its own thread, which has the default stream, allocates what an allgather returns, and with
+    HOROVOD_ENABLE_ASYNC_COMPLETION lets that stream alone wait for the collective. On any other stream the work would
+    begin too early, and the memory could be given to somebody else before the work is done.
+    """
+    current, default = torch.cuda.current_stream(x.device), torch.cuda.default_stream(x.device)
+    if current != default:
+        current.wait_stream(default)
+        x.record_stream(current)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Callable
 
@@ -20,6 +21,7 @@ from hvd_gradcomp.mpi import (
     NoCompression,
     PowerSGD,
     Reducer,
+    TopK,
     TopKInt8,
 )
 
@@ -32,6 +34,7 @@ METHODS = [TopKInt8(ratio=0.05), TopKInt8(ratio=0.05, granularity="model"), Int8
 def main() -> None:
     for method in [*METHODS, NoCompression()]:
         conserves_and_gives_all_the_same(method)
+    meets_in_other_ways()
     remembers_momentum()
     keeps_shapes_and_dtypes()
     passes_on_what_is_not_finite()
@@ -85,6 +88,20 @@ def conserves_and_gives_all_the_same(method: Compressor) -> None:
     total = reducer.counters.total
     assert total.sent_bytes == total.dense_bytes or not isinstance(method, NoCompression)
     assert total.sent_bytes < 0.2 * total.dense_bytes or not isinstance(method, TopKInt8)
+
+
+def meets_in_other_ways() -> None:
+    """With nothing left out, what comes of any way of meeting is the plain mean."""
+    os.environ["HVD_GRADCOMP_NODES"] = f"{WORKERS // 2},{WORKERS - WORKERS // 2}"
+    for collective in ("scatter_reduce", "hierarchical"):
+        reducer = Reducer(TopK(ratio=1.0, collective=collective))
+        for step in range(2):
+            mean = reducer.reduce(gradients(step))
+            require_same_bits(mean)
+            for name in SHAPES:
+                expected = sum_of(gradients(step)[name]) / WORKERS
+                np.testing.assert_allclose(mean[name], expected, rtol=1e-5, atol=1e-5)
+    del os.environ["HVD_GRADCOMP_NODES"]
 
 
 def remembers_momentum() -> None:
