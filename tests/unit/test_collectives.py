@@ -294,3 +294,62 @@ def test_process_sets_are_made_where_they_are_missing():
 
     with pytest.raises(UnsupportedError, match=r"dynamic process sets are off.*HOROVOD_DYNAMIC_PROCESS_SETS=1"):
         process_set_of([[0, 2], [1, 3]], 0, lambda: sets, refuse, everyone=True)
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def leaving(run: Run, worker: int) -> int:
+    """Bytes that left a worker in the last step.
+
+    Of an alltoall all parts but its own; of an allgather as many payloads as there are other workers, which is what a
+    ring lets each pass on.
+    """
+    total = 0
+    for each in run.cluster.sent[worker]:
+        if isinstance(each.request, Alltoall):
+            total += sum(each.request.splits) - each.request.splits[worker]
+        elif not each.name.endswith(".settings"):
+            total += (run.cluster.workers - 1) * len(each.request.payload)
+    return total
+
+
+@pytest.mark.parametrize("method", [TopK(ratio=0.05, dense_below=0) >> Int8(), Int8(dense_below=0)], ids=str)
+def test_bytes_do_not_grow_with_the_workers(method):
+    """Two payloads less what a worker keeps for itself, within 10 %, where an allgather sends N - 1."""
+    shapes = [(60_000,), (200, 150)]
+    payload = 0
+    for workers in (2, 4, 8):
+        runs = {}
+        for collective in ("allgather", "scatter_reduce"):
+            run = runs[collective] = Run(NUMPY, with_options(method, collective=collective), workers, shapes)
+            run.step()
+        if not runs["allgather"].engines[0].counters.total.fallbacks:
+            payload = payload or leaving(runs["allgather"], 0)
+            assert leaving(runs["allgather"], 1) == pytest.approx((workers - 1) * payload, rel=0.01)
+        for worker in range(workers):
+            sent = leaving(runs["scatter_reduce"], worker)
+            assert sent == pytest.approx(2 * payload * (workers - 1) / workers, rel=0.1)
+
+
+def test_bytes_between_nodes_are_shared_by_a_node_s_workers():
+    """Each of L workers exchanges 1 / L of a payload with the other nodes."""
+    shapes = [(60_000,), (200, 150)]
+    between = {}
+    for local in (1, 2, 4):
+        run = Run(NUMPY, TopK(ratio=0.05, dense_below=0, collective="hierarchical") >> Int8(), 2 * local, shapes)
+        run.cluster.nodes = (local, local)
+        run.step()
+        across = [
+            len(each.request.payload)
+            for each in run.cluster.sent[0]
+            if isinstance(each.request, Allgather) and not each.request.label and not each.name.endswith(".settings")
+        ]
+        between[local] = sum(across)
+        total = run.engines[0].counters.total
+        assert total.sent_bytes - total.node_bytes == between[local]
+        states = run.after[0]
+        kept_here = sum(len(values) for parts in states.values() for values in parts.values())
+        assert kept_here == pytest.approx(90_000 / local, abs=2)
+    assert between[2] == pytest.approx(between[1] / 2, rel=0.05)
+    assert between[4] == pytest.approx(between[1] / 4, rel=0.05)
