@@ -87,6 +87,11 @@ def require_collective(compressor: Compressor) -> None:
             f"{compressor}: collective={compressor.collective} is for payloads that cannot be added, and those of this "
             "method are, or have a way of their own: leave collective out"
         )
+    if compressor.collective == "hierarchical" and compressor.votes:
+        raise ConfigurationError(
+            f"{compressor}: collective=hierarchical adds the gradients of a node, and here each worker has a vote of "
+            "its own: take collective=scatter_reduce"
+        )
     if compressor.collective == "hierarchical" and not compressor.memory.is_linear:
         raise ConfigurationError(
             f"{compressor}: collective=hierarchical adds the gradients of a node before anything else, and "

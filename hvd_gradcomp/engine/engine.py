@@ -291,7 +291,8 @@ class Engine:
                 # With one worker on each node there is nothing to add up first; on a single node, nothing in between.
                 collective, workers = "allgather", self.transport.workers
         if collective == "auto" and self.chooser is not None:
-            collective = self.chooser.cheapest(payload, dense, self.compressor.memory.is_linear)
+            may_add = compressor.memory.is_linear and not compressor.votes
+            collective = self.chooser.cheapest(payload, dense, may_add)
             is_worth_it = collective != "dense"
             collective = collective if is_worth_it else "allgather"
         else:

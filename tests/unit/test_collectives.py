@@ -245,10 +245,12 @@ def test_workers_that_would_meet_in_different_ways(others):
 
 
 def test_what_cannot_be_hierarchical():
-    """Gradients that are clipped before they are added cannot be clipped afterwards."""
+    """Gradients that are clipped before they are added cannot be clipped afterwards; nor votes be taken from sums."""
     method = TopK(memory=MomentumCorrection(clip=1.0), collective="hierarchical")
     with pytest.raises(ConfigurationError, match="clip"):
         engines_of(Cluster(2, nodes=(1, 1)), method, parameters_of([(3000,)]))
+    with pytest.raises(ConfigurationError, match="each worker has a vote of its own"):
+        engines_of(Cluster(2, nodes=(1, 1)), Sign(collective="hierarchical"), parameters_of([(3000,)]))
 
 
 @pytest.mark.parametrize("spec", ["fp16(collective=scatter_reduce)", "powersgd(collective=hierarchical)"])
