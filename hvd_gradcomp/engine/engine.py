@@ -20,6 +20,7 @@ from hvd_gradcomp.engine.buckets import BUCKET_BYTES, Bucket, Parameter, plan_bu
 from hvd_gradcomp.engine.choosing import Chooser, make_chooser, require_collective
 from hvd_gradcomp.engine.nodes import NodePassage, Nodes
 from hvd_gradcomp.engine.passage import KIND_BYTES, Passage
+from hvd_gradcomp.engine.segments import least_bucket_bytes
 from hvd_gradcomp.engine.units import units_of
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.ops import Array, ops_for
@@ -50,7 +51,8 @@ class Engine:
         transport: among whom.
         average: divide the sum by the number of workers.
         options: further settings that must agree between workers, for the error when they do not.
-        bucket_bytes: see `plan_buckets`; with granularity "model" there is one bucket, whatever this and `groups` say.
+        bucket_bytes: see `plan_buckets`; with granularity "model" there is one bucket, whatever this and `groups` say,
+            and with `collective="scatter_reduce"` they are as large as many owners need.
         groups: see `plan_buckets`.
         scope: precedes the names of collectives, to tell apart engines whose parameters have equal names.
         settings_name: the collective in which workers compare their settings; by default one of its own. It has to be
@@ -87,6 +89,8 @@ class Engine:
         self.counters = Counters()
         if compressor.granularity == "model":
             bucket_bytes, groups = sum(KIND_BYTES["float32"] * each.size for each in self.parameters), None
+        elif compressor.collective == "scatter_reduce":
+            bucket_bytes = max(bucket_bytes, least_bucket_bytes(compressor, transport.workers))
         self.buckets = plan_buckets(self.parameters, bucket_bytes, groups)
         self._bucket_of = {parameter.name: bucket for bucket in self.buckets for parameter in bucket.parameters}
         # Bucket index -> exchanges begun; and how many had been when the state was saved that this engine began with.

@@ -16,7 +16,8 @@ from simulated_cluster import Cluster, MemoryTransport
 from steps import engines_of, parameters_of, step
 
 from hvd_gradcomp.collectives import Allgather, Alltoall, Request, node_key, nodes_of, process_set_of
-from hvd_gradcomp.compressors import Compressor, Int8, Sign, TopK, TopKInt8, compression_from_spec
+from hvd_gradcomp.compressors import Compressor, Int8, Sign, Threshold, TopK, TopKInt8, compression_from_spec
+from hvd_gradcomp.engine.segments import least_bucket_bytes
 from hvd_gradcomp.errors import ConfigurationError, GradcompError, PayloadError, UnsupportedError
 from hvd_gradcomp.feedback import ErrorFeedback, MomentumCorrection, mean_residuals, residuals_from, whole_parts
 from hvd_gradcomp.feedback.shares import join_shares, share_of, share_size, shared_part
@@ -355,3 +356,17 @@ def test_bytes_between_nodes_are_shared_by_a_node_s_workers():
         assert kept_here == pytest.approx(90_000 / local, abs=2)
     assert between[2] == pytest.approx(between[1] / 2, rel=0.05)
     assert between[4] == pytest.approx(between[1] / 4, rel=0.05)
+
+
+def test_buckets_grow_with_the_owners():
+    """So that headers stay small against what an owner sends and gets; the option of the user is the least."""
+    parameters = parameters_of([(1000,)] * 40)
+
+    def largest(workers: int, **options: Any) -> int:
+        (engine, *_) = engines_of(Cluster(workers), TopKInt8(ratio=0.5, **options), parameters, bucket_bytes=8000)
+        return max(bucket.size for bucket in engine.buckets)
+
+    assert largest(1, collective="scatter_reduce") == 2000
+    assert largest(20, collective="scatter_reduce") > 15_000
+    assert largest(20) == 2000
+    assert least_bucket_bytes(Threshold(value=1.0), 1000) == 0
