@@ -3,6 +3,7 @@
     horovodrun -np 8 python examples/train.py                        # sends 1 % of the gradient's values, in 8 bits
     horovodrun -np 8 python examples/train.py --compression "topk(ratio=0.001) >> int8"
     horovodrun -np 8 python examples/train.py --compare              # also without compression, side by side
+    horovodrun -np 8 python examples/train.py --local-steps 8        # workers meet every 8 steps only
     python examples/train.py                                         # one worker
 
 An ordinary Horovod script, to copy from: all that this package adds to the training is the `compression` argument of
@@ -33,7 +34,15 @@ from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from hvd_gradcomp.torch import Compressor, ConfigurationError, NoCompression, compression_from_spec, counters
+from hvd_gradcomp.torch import (
+    Compressor,
+    ConfigurationError,
+    DiLoCo,
+    LocalSGD,
+    NoCompression,
+    compression_from_spec,
+    counters,
+)
 
 
 @dataclass(frozen=True)
@@ -77,10 +86,10 @@ def train(compression: Compressor, args: argparse.Namespace) -> Result:
     model = make_model().to(device)
     # A step averages over the batches of all workers, so it may be that many times longer.
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_and_decay(args.epochs * len(loader)))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    optimizer = make_distributed(optimizer, model, compression, args)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_and_decay(args.epochs * len(loader)))
     # The weights were drawn alike; dropout is to be drawn differently on each worker.
     torch.manual_seed(args.seed * hvd.size() + hvd.rank())
 
@@ -95,11 +104,19 @@ def train(compression: Compressor, args: argparse.Namespace) -> Result:
             optimizer.step()
             schedule.step()
             progress.step(loss.item())
+    if isinstance(optimizer, LocalSGD):
+        # The steps since the workers last met.
+        optimizer.synchronize()
     seconds = time.perf_counter() - start
 
     require_equal_weights(model)
-    sent = counters(optimizer).total
-    dense_bytes = sum_over_workers(sent.dense_bytes)
+    if isinstance(optimizer, LocalSGD):
+        sent = optimizer.counters.total
+        a_step = 4 * sum(p.numel() for p in model.parameters()) if hvd.size() > 1 else 0
+        dense_bytes = sum_over_workers(optimizer.steps * a_step)
+    else:
+        sent = counters(optimizer).total
+        dense_bytes = sum_over_workers(sent.dense_bytes)
     sent_bytes = sum_over_workers(sent.sent_bytes)
     return Result(
         compression=str(compression),
@@ -112,6 +129,16 @@ def train(compression: Compressor, args: argparse.Namespace) -> Result:
         sent_ratio=sent_bytes / dense_bytes if dense_bytes else None,
         seconds=round(seconds, 2),
     )
+
+
+def make_distributed(
+    optimizer: torch.optim.Optimizer, model: nn.Module, compression: Compressor, args: argparse.Namespace
+) -> torch.optim.Optimizer:
+    """The optimizer for all workers: gradients averaged at every step, or parameters every few steps."""
+    if args.local_steps is None:
+        return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
+    make = DiLoCo if args.diloco else LocalSGD
+    return make(optimizer, args.local_steps, named_parameters=model.named_parameters(), compression=compression)
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
@@ -225,6 +252,8 @@ def parse_arguments() -> argparse.Namespace:
         metavar="SPEC",
         help="none, fp16, topk-int8 or a spec such as 'topk(ratio=0.001) >> int8' (default: %(default)s)",
     )
+    parser.add_argument("--local-steps", type=positive_integer, metavar="H", help="local SGD: meet every H steps")
+    parser.add_argument("--diloco", action="store_true", help="with --local-steps: Nesterov momentum between meetings")
     parser.add_argument("--epochs", type=positive_integer, default=25, help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=positive_integer, default=16, help="per worker (default: %(default)s)")
     parser.add_argument("--lr", type=positive_number, default=0.02, help="for one worker (default: %(default)s)")
@@ -232,6 +261,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--compare", action="store_true", help="train without compression too, print both")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the result to this file as well")
     args = parser.parse_args()
+    if args.diloco and args.local_steps is None:
+        parser.error("argument --diloco: give the number of steps between two meetings as well, --local-steps H")
     # Only rank 0 writes the file, so only it can tell, and all have to hear of it.
     problem = unwritable(args.json) if args.json and hvd.rank() == 0 else None
     # Named, since Horovod would make the name from the type, which is another one on rank 0.

@@ -96,6 +96,11 @@ if command -v mpirun >/dev/null; then
 fi
 say "installing hvd_gradcomp[$extras] in editable form"
 "${pip[@]}" --no-build-isolation -e ".[$extras]"
+if [[ ,$extras, = *,tensorflow,* && ,$extras, = *,dev,* ]]; then
+    # Legacy Keras, for the tests that compare with it. It requires TensorFlow by a name under which it is not installed
+    # here (tensorflow-cpu), and would bring the other build along.
+    "${pip[@]}" --no-deps tf-keras
+fi
 
 echo "$wanted" >"$stamp"
 say "ready: $venv"

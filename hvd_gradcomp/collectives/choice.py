@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 
-def moves_fewer_bytes(payload: float, dense: float, workers: int) -> bool:
-    """Whether an allgather of `payload` bytes from each worker beats a ring allreduce of `dense` bytes.
+def moves_fewer_bytes(payload: float, dense: float, workers: int, collective: str = "allgather") -> bool:
+    """Whether an exchange of `payload` bytes from each worker beats a ring allreduce of `dense` bytes.
 
-    The allgather brings each worker (N - 1) payloads; the ring allreduce 2 (N - 1) / N times the dense bytes.
+    An allgather brings each worker (N - 1) payloads, a scatter_reduce 2 (N - 1) / N; the ring allreduce 2 (N - 1) / N
+    times the dense bytes.
     """
-    return payload * workers < 2 * dense
+    return payload < dense if collective == "scatter_reduce" else payload * workers < 2 * dense

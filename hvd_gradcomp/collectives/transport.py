@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from hvd_gradcomp.ops import Array
@@ -13,9 +13,15 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Allgather:
-    """Every worker gets all workers' `payload` (uint8, any length each), concatenated in rank order."""
+    """Every worker gets all workers' `payload` (uint8, any length each), concatenated in rank order.
+
+    Here and below, `among` is the transport of those who take part, by default all workers of the engine. A `label`
+    takes the place of the number of the round in the collective's name, for one before which not all have as many.
+    """
 
     payload: Array
+    among: Transport | None = field(default=None, kw_only=True)
+    label: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,8 @@ class Allreduce:
     values: Array
     kind: str
     op: Literal["sum", "max"] = "sum"
+    among: Transport | None = field(default=None, kw_only=True)
+    label: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,8 @@ class Alltoall:
 
     payload: Array
     splits: tuple[int, ...]
+    among: Transport | None = field(default=None, kw_only=True)
+    label: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,18 @@ class Transport(Protocol):
 
     def adds(self, kind: str) -> bool:
         """Whether `Allreduce` can add values in the format `kind`."""
+
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks (among these workers) of each node's workers, by their first. A collective call at first."""
+
+    def part(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """The transport of that one of `groups` (of ranks among these workers) which this worker belongs to.
+
+        A collective call: all workers make it, with the same groups, of which each worker belongs to one.
+
+        Raises:
+            UnsupportedError: such groups cannot be made here; the message says what to set.
+        """
 
     def start(self, request: Request, name: str) -> Any:
         """Begin `request`; the other workers begin theirs under the same `name`, in any order. Returns a handle."""

@@ -88,6 +88,9 @@ class Sent:
 #: What can be compressed as one vector.
 GRANULARITIES = ("layer", "bucket", "model")
 
+#: How payloads that cannot be added may meet.
+COLLECTIVES = ("allgather", "scatter_reduce", "hierarchical")
+
 
 class Door(Protocol):
     """How `compress` and `decompress` reach the workers: one for each framework, registered by its door."""
@@ -136,6 +139,10 @@ class Compressor:
         granularity: what is compressed as one vector: each tensor by itself ("layer"), the tensors of a bucket
             ("bucket", or of each of Horovod's `groups`), or those of the whole model ("model"). Coarser means that
             large gradients anywhere come first, and small tensors cost less; finer that no layer is starved.
+        collective: how payloads that cannot be added meet. "allgather": every worker gets all payloads.
+            "scatter_reduce": each worker adds up its share of the elements, compresses the sums and sends them to all;
+            about two payloads a worker, however many they are. "hierarchical": gradients are added on each node,
+            whose workers exchange a share each with the other nodes.
 
     A subclass gives `encode` and `decode_add`; one whose payloads may be added says so (`meets`) and gives `summands`
     and `from_sum` as well; one that needs several rounds of its own gives `exchange`.
@@ -156,6 +163,7 @@ class Compressor:
     memory: Memory = field(default=ErrorFeedback(), kw_only=True)
     dense_below: int = field(default=1024, kw_only=True)
     granularity: str = field(default="layer", kw_only=True)
+    collective: str = field(default="allgather", kw_only=True)
 
     def __post_init__(self) -> None:
         if isinstance(self.memory, type) or not isinstance(self.memory, Memory):
@@ -164,6 +172,8 @@ class Compressor:
             raise ConfigurationError(f"dense_below must be a number of elements >= 0, got {self.dense_below!r}")
         if self.granularity not in GRANULARITIES:
             raise ConfigurationError(f"granularity must be one of {GRANULARITIES}, got {self.granularity!r}")
+        if self.collective not in COLLECTIVES:
+            raise ConfigurationError(f"collective must be one of {COLLECTIVES}, got {self.collective!r}")
 
     def takes(self, size: int) -> bool:
         """Whether a tensor of `size` elements is handed to the engine, instead of to Horovod as it is."""
@@ -325,7 +335,10 @@ class LocalContext:
 def encode_locally(compressor: Compressor, ops: Ops, tensor: Array) -> tuple[Array, LocalContext]:
     """`compress` without workers: the frame of one tensor, and its context."""
     if compressor.meets == "own":
-        raise UnsupportedError(f"{compressor} has a meaning between workers only: run it under horovodrun")
+        raise UnsupportedError(
+            f"{compressor} has no payload without workers: its {type(compressor).__name__}.exchange adds over them in "
+            "several rounds. Call hvd.init() before compress(), in a script that horovodrun starts"
+        )
     x = ops.copy(ops.flat32(tensor))
     require_finite(ops, x)
     frame, _ = compressor.encode(ops, x, Context())

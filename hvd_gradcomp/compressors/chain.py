@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
 from hvd_gradcomp.compressors.base import Compressor, Context
@@ -17,6 +17,8 @@ from hvd_gradcomp.wire.values import decode_values, encode_floats
 
 #: The wire number of frames that hold positions and values.
 SPARSE_FRAME = 1
+# Those of every compressor.
+_OPTIONS = ("memory", "dense_below", "granularity", "collective")
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,9 @@ class Sparsifier(Compressor):
 class Chain(Compressor):
     """What `sparsifier >> code` gives: select with one, code the selected values with the other.
 
-    The options (`memory`, `dense_below`, `granularity`) are the sparsifier's; those of the value code are not looked
-    at. Payloads add up where those of both parts do: `RandomK(0.01) >> FP16()` is summed in float16.
+    The options (`memory`, `dense_below`, `granularity`, `collective`) are the sparsifier's, and an error where they are
+    given to the value code. Payloads add up where those of both parts do: `RandomK(0.01) >> FP16()` is summed in
+    float16.
     """
 
     spec_name: ClassVar[str] = ">>"
@@ -144,9 +147,20 @@ class Chain(Compressor):
     memory: Memory = field(init=False, compare=False)
     dense_below: int = field(init=False, compare=False)
     granularity: str = field(init=False, compare=False)
+    collective: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        for option in ("memory", "dense_below", "granularity", "draws"):
+        misplaced = {
+            each.name: getattr(self.code, each.name)
+            for each in fields(self.code)
+            if each.name in _OPTIONS and getattr(self.code, each.name) != each.default
+        }
+        if misplaced:
+            raise ConfigurationError(
+                f"{self}: {', '.join(misplaced)} would have no effect on the right of >>; options of the whole belong "
+                f"to the left side, as in {replace(self.sparsifier, **misplaced)} >> {type(self.code).spec_name}"
+            )
+        for option in (*_OPTIONS, "draws"):
             object.__setattr__(self, option, getattr(self.sparsifier, option))
         # For other compressors these belong to the class; for a chain they depend on its parts.
         adds = self.sparsifier.meets == "sum" and self.code.meets in ("sum", "dense")
@@ -201,11 +215,21 @@ class Chain(Compressor):
 
 
 def encode_sparse(
-    ops: Ops, x: Array, sparsifier: Sparsifier, code: ValueCode | None, context: Context
+    ops: Ops,
+    x: Array,
+    sparsifier: Sparsifier,
+    code: ValueCode | None,
+    context: Context,
+    positions: Array | None = None,
 ) -> tuple[Array, Array]:
-    """The frame of the values of `x` that `sparsifier` selects, and the residual, made in the memory of `x`."""
+    """The frame of the values of `x` that `sparsifier` selects, and the residual, made in the memory of `x`.
+
+    Args:
+        positions: what has been selected already; None to select now.
+    """
     size = len(x)
-    positions = sparsifier.select(ops, x, context)
+    if positions is None:
+        positions = sparsifier.select(ops, x, context)
     if code is not None and sparsifier.is_plain(size):
         at_once = code.encode_at_once(ops, x, positions)
         if at_once is not None:
@@ -220,6 +244,34 @@ def encode_sparse(
     written = sparsifier.encode_positions(ops, positions, size, x, context)
     frame = write_frame(ops, SPARSE_FRAME, size, len(positions), written, coded)
     return frame, ops.put(x, positions, left)
+
+
+def parts_of(method: Compressor) -> tuple[Sparsifier, ValueCode | None] | None:
+    """What selects and what codes in `method`; None where positions are drawn, or are all."""
+    sparsifier, code = (method.sparsifier, method.code) if isinstance(method, Chain) else (method, None)
+    if not isinstance(sparsifier, Sparsifier):
+        return None
+    kind = type(sparsifier)
+    plain = kind.encode_positions is Sparsifier.encode_positions and kind.scale is Sparsifier.scale
+    return (sparsifier, code) if plain else None
+
+
+def encode_values_at(
+    ops: Ops, values: Array, positions: Array, size: int, code: ValueCode | None, context: Context
+) -> tuple[Array, Array]:
+    """The frame of a tensor of `size` elements that has `values` at `positions`, and what these decode to.
+
+    Args:
+        values: float32, shape (count,).
+        positions: int64, shape (count,), ascending; `count` may be 0.
+        code: what the values are written in; None for float32.
+    """
+    if code is None:
+        coded, decoded = encode_floats(ops, values, "float32"), values
+    else:
+        coded, decoded = code.encode_values(ops, values, context)
+    written = encode_positions(ops, positions, size, values)
+    return write_frame(ops, SPARSE_FRAME, size, len(positions), written, coded), decoded
 
 
 def decode_sparse(ops: Ops, frames: Reader, out: Array, code: ValueCode | None) -> Array:

@@ -11,6 +11,7 @@ from hvd_gradcomp.collectives import Allgather, Allreduce, Alltoall, Exchange, T
 from hvd_gradcomp.compressors.base import Compressor, Item, Sent
 from hvd_gradcomp.compressors.linear import check_seed, quantize
 from hvd_gradcomp.compressors.terngrad import TernGrad
+from hvd_gradcomp.errors import PayloadError
 from hvd_gradcomp.feedback import Memory, NoMemory
 from hvd_gradcomp.ops import Array, Ops
 from hvd_gradcomp.wire.codes import WHOLE
@@ -100,14 +101,20 @@ def _add(ops: Ops, levels: Array, transport: Transport) -> Exchange[Array]:
     mine = bounds[transport.rank + 1] - bounds[transport.rank]
     length = -(-mine // IN_BYTE)
     total = ops.zeros(mine, "int64", levels)
-    for worker in range(workers):
-        total = total + unpack_trits(ops, received[worker * length : (worker + 1) * length], mine)
+    for worker, rank in enumerate(transport.ranks):
+        try:
+            total = total + unpack_trits(ops, received[worker * length : (worker + 1) * length], mine)
+        except PayloadError as error:
+            raise PayloadError(f"rank {rank} sent corrupt levels: {error}") from None
     width = (2 * workers).bit_length()
     gathered = yield Allgather(ops.pack_uint(total + workers, width))
     parts = []
     position = 0
-    for start, end in pairwise(bounds):
+    for rank, (start, end) in zip(transport.ranks, pairwise(bounds), strict=True):
         octets = (width * (end - start) + 7) // 8
-        parts.append(ops.unpack_uint(gathered[position : position + octets], width, end - start) - workers)
+        sums = ops.unpack_uint(gathered[position : position + octets], width, end - start)
+        if ops.total(sums > 2 * workers):
+            raise PayloadError(f"rank {rank} sent a sum that {workers} workers cannot have")
+        parts.append(sums - workers)
         position += octets
     return ops.cast(ops.concat(parts), "float32")

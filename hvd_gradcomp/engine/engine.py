@@ -17,6 +17,7 @@ from hvd_gradcomp.collectives import Allgather, Confirm, Request, Transport, mov
 from hvd_gradcomp.compressors import BF16, FP16, Compressor, NoCompression
 from hvd_gradcomp.engine.agreement import compare_settings, settings_message
 from hvd_gradcomp.engine.buckets import BUCKET_BYTES, Bucket, Parameter, plan_buckets
+from hvd_gradcomp.engine.nodes import NodePassage, Nodes
 from hvd_gradcomp.engine.passage import KIND_BYTES, Passage
 from hvd_gradcomp.engine.units import units_of
 from hvd_gradcomp.errors import ConfigurationError
@@ -73,6 +74,7 @@ class Engine:
         scope: str = "",
         settings_name: str = "",
     ) -> None:
+        _require_collective(compressor)
         self.compressor = compressor
         self.parameters = tuple(parameters)
         self.transport = transport
@@ -94,6 +96,9 @@ class Engine:
         own_name = f"{min((parameter.name for parameter in self.parameters), default='')}.settings"
         self._settings_name = f"{scope}{settings_name or own_name}"
         self._agreed_workers = 0
+        self._nodes: Nodes | None = None
+        # Buckets that wait for the agreement, in the first step only.
+        self._postponed: list[tuple[Bucket, Mapping[str, Array | None]]] = []
         self._agreement: tuple[Any, Ops] | None = None
 
     @property
@@ -133,7 +138,8 @@ class Engine:
         if bucket is None:
             raise ConfigurationError(f"no parameter is called {name!r}")
         gathering = self._gathering.setdefault(bucket.index, {})
-        if name in gathering or any(flight.bucket is bucket for flight in self._in_flight):
+        begun = [flight.bucket for flight in self._in_flight] + [each for each, _ in self._postponed]
+        if name in gathering or bucket in begun:
             raise ConfigurationError(f"the gradient of {name!r} was handed in twice in one step")
         gathering[name] = gradient
         if len(gathering) == len(bucket.parameters):
@@ -178,16 +184,23 @@ class Engine:
                     results.update(end.value)
         finally:
             self._gathering.clear()
+            self._postponed.clear()
             self._in_flight.clear()
         return results
 
     def abandon(self) -> None:
         """Forget the step that is under way, on all workers; what they kept before it stays as it was."""
         self._gathering.clear()
+        self._postponed.clear()
         flights = self._in_flight.copy()
         self._in_flight.clear()
         for flight in flights:
             self.transport.wait(flight.handle)
+
+    @property
+    def _asks_nodes(self) -> bool:
+        """Whether it matters which workers share a node."""
+        return self.compressor.collective == "hierarchical"
 
     # -- one bucket ---------------------------------------------------------------------------------------------------
 
@@ -196,6 +209,10 @@ class Engine:
         if not present:
             return
         self.begin_agreement(next(iter(present.values())))
+        if self._agreement is not None and self._asks_nodes:
+            # Who shares a node is asked among workers that agree that it matters.
+            self._postponed.append((bucket, gradients))
+            return
         exchange = self._exchange(bucket, present)
         request = next(exchange)
         assert not isinstance(request, Confirm), "nothing was exchanged yet"
@@ -203,9 +220,9 @@ class Engine:
 
     def _start(self, bucket: Bucket, request: Request, rounds: int) -> Any:
         name = f"{self.scope}{bucket.name}"
-        if rounds or name == self._settings_name:
-            name += f".{rounds}"
-        return self.transport.start(request, name)
+        if request.label or rounds or name == self._settings_name:
+            name += f".{request.label or rounds}"
+        return (request.among or self.transport).start(request, name)
 
     def _advance(self, flight: _InFlight) -> bool:
         """Wait for the round that is under way and start the next one; True when there is none."""
@@ -228,8 +245,12 @@ class Engine:
         counters.elements += sum(parameter.size for parameter in parameters)
         counters.dense_bytes += sum(KIND_BYTES[parameter.kind] * parameter.size for parameter in parameters)
         step = self._next_step(bucket)
-        method = self._method(parameters, counters, step)
-        passage = Passage(self, method, parameters, gradients, counters, step)
+        method, collective = self._choice(parameters, counters, step)
+        passage: Passage | NodePassage
+        if collective == "hierarchical" and self._nodes is not None:
+            passage = NodePassage(self, method, parameters, gradients, counters, step, self._nodes)
+        else:
+            passage = Passage(self, method, parameters, gradients, counters, step, collective)
         return (yield from passage.exchange())
 
     def _next_step(self, bucket: Bucket) -> int:
@@ -240,19 +261,26 @@ class Engine:
         self._steps[bucket.index] = step + 1
         return step
 
-    def _method(self, parameters: Sequence[Parameter], counters: BucketCounters, step: int) -> Compressor:
-        """The compressor, or a dense exchange where that moves fewer bytes at this worker count."""
+    def _choice(self, parameters: Sequence[Parameter], counters: BucketCounters, step: int) -> tuple[Compressor, str]:
+        """The compressor and how its payloads meet, or a dense exchange where that moves fewer bytes."""
         compressor = self.compressor.at(step)
-        if compressor.meets != "gather" or compressor.votes:
-            return compressor
+        if compressor.meets != "gather":
+            return compressor, "allgather"
         units = units_of(parameters, compressor.granularity)
         payload = sum(compressor.expected_bytes(unit.size) for unit in units)
-        dense = sum(KIND_BYTES[parameter.kind] * parameter.size for parameter in parameters)
-        if moves_fewer_bytes(payload, dense, self.transport.workers):
-            return compressor
+        dense = float(sum(KIND_BYTES[parameter.kind] * parameter.size for parameter in parameters))
+        collective = self.compressor.collective
+        workers = self.transport.workers
+        if collective == "hierarchical" and self._nodes is not None:
+            workers = len(self._nodes.sizes)
+            if not self._nodes.is_useful:
+                # With one worker on each node there is nothing to add up first; on a single node, nothing in between.
+                collective, workers = "allgather", self.transport.workers
+        if compressor.votes or moves_fewer_bytes(payload, dense, workers, collective):
+            return compressor, collective
         counters.fallbacks += 1
         kinds = {parameter.kind for parameter in parameters}
-        return _DENSE.get(kinds.pop(), _UNCHANGED) if len(kinds) == 1 else _UNCHANGED
+        return (_DENSE.get(kinds.pop(), _UNCHANGED) if len(kinds) == 1 else _UNCHANGED), "allgather"
 
     def fingerprint(self, parameters: Sequence[Parameter]) -> int:
         """32 bits for all that must be the same on the workers that exchange `parameters`."""
@@ -280,6 +308,10 @@ class Engine:
         request = Allgather(settings_message(ops, settings, like, self.step))
         self._agreement = (self.transport.start(request, self._settings_name), ops)
 
+    def meet_again(self) -> None:
+        """Compare settings anew before the next step, on all workers: equally many may be others than before."""
+        self._agreed_workers = 0
+
     def conclude_agreement(self) -> None:
         """Wait for what `begin_agreement` started; `finish` does it by itself.
 
@@ -290,5 +322,31 @@ class Engine:
             return
         (handle, ops), self._agreement = self._agreement, None
         step = compare_settings(ops, self.transport.wait(handle), self.transport.ranks, self.transport.rank)
-        self._steps = {bucket.index: step + 1 for bucket in self.buckets}
+        self._steps = {bucket.index: step + (not self._asks_nodes) for bucket in self.buckets}
         self._agreed_workers = self.transport.workers
+        if self._asks_nodes:
+            self._nodes = Nodes(self.transport)
+        postponed, self._postponed = self._postponed, []
+        for bucket, gradients in postponed:
+            self._launch(bucket, gradients)
+
+
+def _require_collective(compressor: Compressor) -> None:
+    """Refuse a collective that does not fit the method.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+    if compressor.collective == "allgather":
+        return
+    if compressor.meets != "gather":
+        raise ConfigurationError(
+            f"{compressor}: collective={compressor.collective} is for payloads that cannot be added, and those of this "
+            "method are, or have a way of their own: leave collective out"
+        )
+    if compressor.collective == "hierarchical" and not compressor.memory.is_linear:
+        raise ConfigurationError(
+            f"{compressor}: collective=hierarchical adds the gradients of a node before anything else, and "
+            f"{compressor.memory} has to see those of each worker (clip). Leave out clip, or take "
+            "collective=scatter_reduce"
+        )

@@ -8,29 +8,48 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-from hvd_gradcomp.collectives import Allgather, Allreduce, Confirm, Exchange, Request, add
+from hvd_gradcomp.collectives import Allgather, Allreduce, Confirm, Exchange, Request, Transport, add
 from hvd_gradcomp.compressors import BF16, FP16, Compressor, Context, NoCompression
 from hvd_gradcomp.compressors.base import Item, Sent
 from hvd_gradcomp.compressors.marks import MARKS, Verdict, marks, marks_fit, verdict
 from hvd_gradcomp.engine.buckets import Parameter
+from hvd_gradcomp.engine.scatter import Scatter
 from hvd_gradcomp.engine.units import Unit, units_of
 from hvd_gradcomp.errors import ConfigurationError, GradcompError, PayloadError
+from hvd_gradcomp.feedback.shares import shared_part, whole_parts
 from hvd_gradcomp.ops import Array, Corrected, ops_for
 from hvd_gradcomp.telemetry import BucketCounters
 from hvd_gradcomp.wire.frame import frame_kept
 from hvd_gradcomp.wire.payload import Received, split_payloads, write_payload
 
-if TYPE_CHECKING:
-    from hvd_gradcomp.engine.engine import Engine
-
 _Result = TypeVar("_Result")
+#: Unit name -> the sum over the workers, or what gives these sums.
+Totals: TypeAlias = dict[str, Array] | Callable[[], dict[str, Array]]
 
 #: Bytes of a gradient element.
 KIND_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 # Everything, in the formats in which summands can travel.
 _WHOLE: dict[str, Compressor] = {"float32": NoCompression(), "float16": FP16(), "bfloat16": BF16()}
+
+
+class Home(Protocol):
+    """What a passage belongs to: an engine, or a worker's part in the exchange between nodes."""
+
+    @property
+    def compressor(self) -> Compressor: ...
+
+    @property
+    def transport(self) -> Transport: ...
+
+    @property
+    def average(self) -> bool: ...
+
+    @property
+    def state(self) -> dict[str, dict[str, Array]]: ...
+
+    def fingerprint(self, parameters: Sequence[Parameter]) -> int: ...
 
 
 class Passage:
@@ -43,16 +62,20 @@ class Passage:
         gradients: parameter name -> gradient, as given to `Engine.submit`.
         counters: of the bucket.
         step: see `Context`.
+        collective: how payloads that cannot be added meet, "allgather" or "scatter_reduce".
+        owners: of how many shares of each tensor this is one; the gradients are of this size.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Home,
         method: Compressor,
         parameters: Sequence[Parameter],
         gradients: Mapping[str, Array],
         counters: BucketCounters,
         step: int,
+        collective: str = "allgather",
+        owners: int = 1,
     ) -> None:
         self.engine = engine
         self.method = method
@@ -60,15 +83,20 @@ class Passage:
         self.counters = counters
         self.step = step
         self.parameters = parameters
+        self.owners = owners
         self.like = gradients[parameters[0].name]
         self.ops = ops_for(self.like)
+        self.scatter = Scatter(self) if collective == "scatter_reduce" else None
+        # What is kept for shares this exchange knows nothing of, and adds to what it has.
+        transport = engine.transport
+        self.own_ending = shared_part("", transport.rank, transport.workers) if self.scatter else ""
         # Unit name -> what was sent of it, and so what is to be kept.
         self.kept: dict[str, Sent] = {}
         self.advanced: dict[str, dict[str, Array]] = {}
         # Units whose totals have been divided on the way.
         self.scaled: set[str] = set()
         # Small tensors are here only where the memory needs them, and travel whole.
-        least = method.dense_below if self.memory.is_momentum and method.meets != "dense" else 0
+        least = method.dense_below // owners if self.memory.is_momentum and method.meets != "dense" else 0
         large = [each for each in parameters if each.size >= least]
         self.large = units_of(large, method.granularity) if large else ()
         self.small = units_of([each for each in parameters if each.size < least], "layer")
@@ -79,41 +107,55 @@ class Passage:
 
     def exchange(self) -> Generator[Request | Confirm, Any, dict[str, Array]]:
         """Yields requests, receives their results, and confirms; returns what `Engine.finish` hands out."""
-        ways: dict[str, Callable[..., Exchange[Any]]] = {"gather": self._gather, "own": self._own}
-        totals = yield from ways.get(self.method.meets, self._sum)(self.units)
+        totals = yield from self.reduce()
         confirmed = yield Confirm(totals is not None)
         with self.counters.timed("decompress"):
             if totals is None or not confirmed:
                 return self._not_finite()
-            if callable(totals):
-                totals = totals()
-            results: dict[str, Array] = {}
-            for unit in self.units:
-                total = totals[unit.name]
-                results |= unit.split(total if unit.name in self.scaled else self._scaled(total))
-            self._remember()
+            results = self.results(totals)
+            self.remember()
+        return results
+
+    def reduce(self) -> Exchange[Totals | None]:
+        """Yields requests and receives their results; returns the sums over the workers by unit.
+
+        None where some worker's gradient was not finite. A function gives the sums once they are wanted.
+        """
+        gather = self.scatter.exchange if self.scatter else self._gather
+        ways: dict[str, Callable[..., Exchange[Any]]] = {"gather": gather, "own": self._own}
+        totals: Totals | None = yield from ways.get(self.method.meets, self._sum)(self.units)
+        return totals
+
+    def results(self, totals: Totals) -> dict[str, Array]:
+        """The average (or sum) for each parameter. May use the memory of the old residuals."""
+        by_unit = totals() if callable(totals) else totals
+        results: dict[str, Array] = {}
+        for unit in self.units:
+            total = by_unit[unit.name]
+            results |= unit.split(total if unit.name in self.scaled else self._scaled(total))
         return results
 
     def _corrected(self, unit: Unit, gradients: Mapping[str, Array]) -> Corrected:
         """The vector to compress, which has been looked at for what its method wants to know."""
         ops, memory, state, workers = self.ops, self.memory, self.engine.state, self.engine.transport.workers
-        wanted = self._method_of(unit).wanted(unit.size)
+        wanted = self.method_of(unit).wanted(unit.size)
         alone = len(unit.parameters) == 1
         looked = {}
-        for name in (parameter.name for parameter in unit.parameters):
+        for name, size in ((parameter.name, parameter.size) for parameter in unit.parameters):
             gradient = ops.flat32(gradients[name])
+            parts = whole_parts(ops, name, size, state.get(name, {}), self.own_ending)
             looked[name], self.advanced[name] = (
-                memory.correct_and_look(ops, gradient, state.get(name, {}), workers, wanted)
+                memory.correct_and_look(ops, gradient, parts, workers, wanted)
                 if alone
-                else memory.correct(ops, gradient, state.get(name, {}), workers)
+                else memory.correct(ops, gradient, parts, workers)
             )
         return looked[unit.name] if alone else ops.correct(unit.join(ops, looked), None, wanted)
 
-    def _context(self, unit: Unit, candidates: object = None) -> Context:
+    def context(self, unit: Unit, candidates: object = None) -> Context:
         transport = self.engine.transport
         return Context(transport.rank, transport.workers, unit.name, self.step, candidates)
 
-    def _method_of(self, unit: Unit) -> Compressor:
+    def method_of(self, unit: Unit) -> Compressor:
         return _WHOLE[self.method.sum_kind] if unit in self.small else self.method
 
     # -- the three ways to the sums over the workers; None where some worker's gradient was not finite -----------------
@@ -127,8 +169,8 @@ class Passage:
             frames = []
             for unit in units if self.finite else ():
                 corrected = self.vectors.pop(unit.name)
-                context = self._context(unit, corrected.candidates)
-                frame, residual = self._method_of(unit).encode(ops, corrected.x, context)
+                context = self.context(unit, corrected.candidates)
+                frame, residual = self.method_of(unit).encode(ops, corrected.x, context)
                 frames.append(frame)
                 self._sent(unit, residual, frame)
                 self.counters.kept += frame_kept(ops, frame)
@@ -187,9 +229,9 @@ class Passage:
             for unit, length in zip(units, lengths, strict=True):
                 part = total[start : start + length]
                 start += length
-                each = self._method_of(unit)
+                each = self.method_of(unit)
                 if each.meets == "sum":
-                    part = each.from_sum(ops, part, unit.size, self._context(unit))
+                    part = each.from_sum(ops, part, unit.size, self.context(unit))
                 totals[unit.name] = ops.copy(part)
         return totals
 
@@ -200,7 +242,7 @@ class Passage:
         if totals is None or not self.large:
             return totals
         items = [
-            Item(self.vectors.pop(unit.name).x, unit.shape, self._context(unit), engine.state.get(unit.name, {}))
+            Item(self.vectors.pop(unit.name).x, unit.shape, self.context(unit), engine.state.get(unit.name, {}))
             for unit in self.large
         ]
         sent = yield from self._counting(self.method.exchange(ops, items, engine.transport))
@@ -231,12 +273,12 @@ class Passage:
                 self.counters.received_bytes += len(received)
 
     def _summands(self, unit: Unit, x: Array) -> tuple[Array, Array | None]:
-        method = self._method_of(unit)
-        return (x, None) if method.meets == "dense" else method.summands(self.ops, x, self._context(unit))
+        method = self.method_of(unit)
+        return (x, None) if method.meets == "dense" else method.summands(self.ops, x, self.context(unit))
 
     def _decoded(self, unit: Unit, received: Sequence[Received], like: Array) -> Array:
         """What all workers sent of a unit: at once where there is a kernel for it, else frame by frame."""
-        method, workers = self._method_of(unit), self.engine.transport.workers
+        method, workers = self.method_of(unit), self.engine.transport.workers
         out = self._blank(unit, like)
         # A vote is taken from the sum.
         if not method.votes:
@@ -252,7 +294,7 @@ class Passage:
 
     def _decode_add(self, unit: Unit, rank: int, frames: Any, out: Array) -> Array:
         try:
-            return self._method_of(unit).decode_add(self.ops, frames, out)
+            return self.method_of(unit).decode_add(self.ops, frames, out)
         except GradcompError as error:
             raise type(error)(f"rank {rank} sent a frame that cannot be decoded: {error}") from None
 
@@ -264,19 +306,19 @@ class Passage:
     def _blank(self, unit: Unit, like: Array) -> Array:
         """Memory to decode into, holding anything: the old residual's, if any, which the new one does not use."""
         old = self.engine.state.get(unit.name, {})
-        if len(unit.parameters) > 1 or "residual" not in old:
+        if len(unit.parameters) > 1 or self.owners > 1 or "residual" not in old:
             return self.ops.zeros(unit.size, "float32", like)
         return old.pop("residual")
 
     def _sent(self, unit: Unit, residual: Array | None, frame: Array | None) -> None:
-        """Note what this worker has sent of a unit, for `_remember`."""
+        """Note what this worker has sent of a unit, for `remember`."""
         positions = None
         if self.memory.masks and residual is not None:
-            method = self._method_of(unit)
-            positions = method.positions_sent(self.ops, frame, residual, self._context(unit))
+            method = self.method_of(unit)
+            positions = method.positions_sent(self.ops, frame, residual, self.context(unit))
         self.kept[unit.name] = Sent(None, residual, positions)
 
-    def _remember(self) -> None:
+    def remember(self) -> None:
         """Put the new state in the place of the old one."""
         ops, state = self.ops, self.engine.state
         for unit in self.units:
@@ -295,6 +337,8 @@ class Passage:
                     state.setdefault(name, {})[part] = piece
             if sent.state:
                 state.setdefault(unit.name, {}).update(sent.state)
+        for name, own in self.scatter.owned.items() if self.scatter else ():
+            state.setdefault(name, {}).update(own)
 
     def _not_finite(self) -> dict[str, Array]:
         """NaN for every value, so that loss scaling sees the step and skips it; all state stays as it was."""

@@ -3,6 +3,7 @@
 from hvd_gradcomp.feedback.memory import ErrorFeedback, Memory, NoMemory
 from hvd_gradcomp.feedback.momentum import Momentum, MomentumCorrection
 from hvd_gradcomp.feedback.residuals import mean_residuals, residuals_from
+from hvd_gradcomp.feedback.shares import whole_parts
 
 __all__ = [
     "ErrorFeedback",
@@ -12,4 +13,5 @@ __all__ = [
     "NoMemory",
     "mean_residuals",
     "residuals_from",
+    "whole_parts",
 ]

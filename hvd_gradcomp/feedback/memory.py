@@ -36,9 +36,21 @@ class Memory:
         return False
 
     @property
+    def is_linear(self) -> bool:
+        """Whether `correct` of a sum of workers' gradients and states is the sum of what it gives for each."""
+        return True
+
+    @property
     def keeps(self) -> bool:
         """Whether there is any state."""
         return bool(self.parts)
+
+    def of_owner(self) -> Memory:
+        """The memory of a worker that adds up what others have sent and compresses the sum once more.
+
+        Momentum has been applied before; so only what is not sent has to be kept.
+        """
+        return ErrorFeedback() if "residual" in self.parts else NoMemory()
 
     def correct(
         self, ops: Ops, gradient: Array, state: Mapping[str, Array], workers: int
@@ -121,6 +133,9 @@ class ErrorFeedback(Memory):
 
     def __post_init__(self) -> None:
         require_number(self, "decay", "0 < decay <= 1", 0 < number(self.decay) <= 1)
+
+    def of_owner(self) -> Memory:
+        return self
 
     def correct(
         self, ops: Ops, gradient: Array, state: Mapping[str, Array], workers: int

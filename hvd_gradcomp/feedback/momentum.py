@@ -61,6 +61,10 @@ class MomentumCorrection(Memory):
     def masks(self) -> bool:
         return self.factor_masking
 
+    @property
+    def is_linear(self) -> bool:
+        return self.clip is None
+
     def correct(
         self, ops: Ops, gradient: Array, state: Mapping[str, Array], workers: int
     ) -> tuple[Array, dict[str, Array]]:

@@ -15,12 +15,15 @@ class BucketCounters:
         exchanges: how often the bucket was exchanged.
         dense_bytes: bytes of the gradients as they are, which a dense run hands to allreduce.
         sent_bytes: bytes this worker handed to collectives, headers included.
+        node_bytes: those of `sent_bytes` that went to collectives among the workers of this node only.
         received_bytes: bytes of other workers' payloads; of a dense or added exchange, the bytes of the result.
         elements: gradient values.
         kept: gradient values in the payloads sent, of sparse and dense ones alike.
         compress_seconds: time in error feedback, selecting and coding.
         exchange_seconds: time spent waiting for collectives (what overlaps with other work is not waited for).
         decompress_seconds: time in checking, decoding and averaging.
+        scattered: exchanges by way of owners (scatter_reduce).
+        nodewise: exchanges in which a node's gradients were added before anything was compressed (hierarchical).
         fallbacks: exchanges sent dense because compression would have moved more bytes at this worker count.
         non_finite: exchanges that were passed on as NaN because some worker's gradient was not finite.
     """
@@ -28,12 +31,15 @@ class BucketCounters:
     exchanges: int = 0
     dense_bytes: int = 0
     sent_bytes: int = 0
+    node_bytes: int = 0
     received_bytes: int = 0
     elements: int = 0
     kept: int = 0
     compress_seconds: float = 0.0
     exchange_seconds: float = 0.0
     decompress_seconds: float = 0.0
+    scattered: int = 0
+    nodewise: int = 0
     fallbacks: int = 0
     non_finite: int = 0
 

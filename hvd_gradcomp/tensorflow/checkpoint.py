@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from hvd_gradcomp.collectives import Allreduce
-from hvd_gradcomp.feedback import mean_residuals, residuals_from
-from hvd_gradcomp.ops import backend
+from hvd_gradcomp.feedback import mean_residuals, residuals_from, whole_parts
+from hvd_gradcomp.ops import backend, ops_for
 from hvd_gradcomp.telemetry import Counters
 from hvd_gradcomp.tensorflow.host import exact_floats
 from hvd_gradcomp.tensorflow.paths import paths_of, tensorflow_variable
@@ -62,7 +62,10 @@ def residual_state_dict(owner: Any) -> dict[str, object]:
     with exact_floats():
         state, step = exchange.residuals.read()
         for parameter in exchange.engine.parameters:
-            own = state.get(parameter.name, {})
+            parts = state.get(parameter.name, {})
+            own = (
+                whole_parts(ops_for(next(iter(parts.values()))), parameter.name, parameter.size, parts) if parts else {}
+            )
             for part in memory.parts:
                 mine = np.asarray(own.get(part, np.zeros(parameter.size, np.float32)))
                 request = Allreduce(mine, "float32")

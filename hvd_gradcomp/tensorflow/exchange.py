@@ -20,6 +20,7 @@ from hvd_gradcomp.engine import Engine, Parameter
 from hvd_gradcomp.ops import ops_for
 from hvd_gradcomp.tensorflow.direct import Direct
 from hvd_gradcomp.tensorflow.graphs import call
+from hvd_gradcomp.tensorflow.greeting import Greeting
 from hvd_gradcomp.tensorflow.host import exact_floats, own
 from hvd_gradcomp.tensorflow.paths import tensorflow_variable
 from hvd_gradcomp.tensorflow.presence import Presence
@@ -40,12 +41,15 @@ class GradientExchange:
         variables: whose; the same list on every worker.
         paths: what they are called.
         scope: see `Engine`.
+        owner: see `Greeting`.
 
     Attributes:
         residuals: what this worker has not sent yet.
     """
 
-    def __init__(self, settings: Settings, variables: Sequence[tf.Variable], paths: Sequence[str], scope: str) -> None:
+    def __init__(
+        self, settings: Settings, variables: Sequence[tf.Variable], paths: Sequence[str], scope: str, owner: str = ""
+    ) -> None:
         self.settings = settings
         self.paths = list(paths)
         self.shapes = [variable.shape for variable in variables]
@@ -54,7 +58,7 @@ class GradientExchange:
         self.transport = HorovodTransport(settings.process_set)
         self.direct = Direct(settings, scope)
         self.engine = self._make_engine(variables, scope)
-        self.presence = Presence(self.engine, self.paths)
+        self.presence = Presence(self.engine, self.paths, Greeting(settings, owner))
         self.residuals = Residuals(
             [variables[place] for place in self.compressed],
             [self.paths[place] for place in self.compressed],

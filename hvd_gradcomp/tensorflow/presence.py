@@ -17,6 +17,7 @@ from hvd_gradcomp.collectives import Allgather
 from hvd_gradcomp.engine import Engine
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.tensorflow.graphs import require_eager_outside
+from hvd_gradcomp.tensorflow.greeting import Greeting
 
 #: No gradient; a tensor; `tf.IndexedSlices` with indices of either type.
 MISSING, DENSE, SPARSE32, SPARSE64 = range(4)
@@ -28,14 +29,22 @@ class Presence:
     Args:
         engine: whose workers; they compare their settings first, since lists of different variables mean nothing.
         paths: what the variables are called.
+        greeting: what is sent before anything else.
     """
 
-    def __init__(self, engine: Engine, paths: Sequence[str]) -> None:
+    def __init__(self, engine: Engine, paths: Sequence[str], greeting: Greeting) -> None:
         self.engine = engine
+        self.greeting = greeting
         self.transport = engine.transport
         self.paths = paths
         self._known = np.zeros(len(paths), np.uint8)
         self._asked = False
+
+    def forget(self) -> None:
+        """Ask anew with the next gradients, on all workers: they may be others than before."""
+        self._known[:] = MISSING
+        self._asked = False
+        self.engine.meet_again()
 
     def agree(self, gradients: Sequence[Any]) -> None:
         """Ask the other workers, where they have not been asked about these gradients yet.
@@ -48,6 +57,8 @@ class Presence:
         if self._asked and not np.any((mine != MISSING) & (self._known == MISSING)):
             return
         require_eager_outside()
+        if not self._asked and self.transport.workers > 1:
+            self.greeting.send(gradients)
         with tf.init_scope():
             self.engine.begin_agreement(mine)
             self.engine.conclude_agreement()

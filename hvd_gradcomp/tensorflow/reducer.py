@@ -26,10 +26,16 @@ _seen: Counter[tuple[int, str]] = Counter()
 
 
 class Reducer:
-    """Reduces the gradients of any number of models with the same settings."""
+    """Reduces the gradients of any number of models with the same settings.
 
-    def __init__(self, settings: Settings) -> None:
+    Args:
+        settings: how.
+        name: what Horovod calls its owner, where that is Horovod's own tape or optimizer.
+    """
+
+    def __init__(self, settings: Settings, name: str = "") -> None:
         self.settings = settings
+        self.name = name
         self._exchanges: dict[tuple[int, ...], GradientExchange] = {}
         _all.add(self)
 
@@ -60,7 +66,8 @@ class Reducer:
         key = tuple(id(each) for each in inner)
         if key not in self._exchanges:
             names = [f"grad_{place}" for place in range(len(inner))] if use_generic_names else paths_of(inner)
-            self._exchanges[key] = GradientExchange(self.settings, inner, names, _scope(self.settings, names[0]))
+            scope = _scope(self.settings, names[0])
+            self._exchanges[key] = GradientExchange(self.settings, inner, names, scope, self.name)
             # A number may name another variable once this one is gone.
             weakref.finalize(inner[0], self._exchanges.pop, key, None)
         return self._exchanges[key]
@@ -80,7 +87,7 @@ def reducer_of(settings: Settings, name: str = "") -> Reducer:
     groups_key = groups if groups is None or isinstance(groups, int) else tuple(tuple(map(id, g)) for g in groups)
     plain = replace(settings, groups=None, process_set=None)
     key = (name, groups_key, settings.process_set.process_set_id, plain)
-    return _reducers.setdefault(key, Reducer(settings))
+    return _reducers.setdefault(key, Reducer(settings, name))
 
 
 def find_exchange(owner: Any) -> GradientExchange:

@@ -11,16 +11,17 @@ payload carries a fingerprint of its parameters. While a request is under way th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from horovod.common import process_sets
 from horovod.tensorflow import mpi_ops
 
-from hvd_gradcomp.collectives import Allgather, Allreduce, Request
+from hvd_gradcomp.collectives import Allgather, Allreduce, Request, Transport, node_key, nodes_of, process_set_of
 from hvd_gradcomp.errors import UnsupportedError
 from hvd_gradcomp.ops import Array
 from hvd_gradcomp.tensorflow.host import view
@@ -80,6 +81,31 @@ class HorovodTransport:
     def adds(self, kind: str) -> bool:
         """Horovod adds float32 and float16; it refuses bfloat16."""
         return kind in _ADDS
+
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """Workers of one host share a node."""
+        key = np.frombuffer(node_key(hvd.rank(), hvd.size()), np.uint8)
+        return nodes_of(np.asarray(self.start(Allgather(key), "hvd_gradcomp.nodes")()).tobytes())
+
+    def part(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """The workers of that group which this one is in; process sets that are missing are made.
+
+        Raises:
+            UnsupportedError: they cannot be made.
+        """
+        ranks = self.ranks
+        named = [sorted(ranks[place] for place in group) for group in groups]
+        mine = next(group for group in named if hvd.rank() in group)
+        number = process_set_of(
+            named,
+            hvd.rank(),
+            mpi_ops._basics._get_process_set_ids_and_ranks,
+            hvd.add_process_set,
+            everyone=len(ranks) == hvd.size(),
+        )
+        found = process_sets._temp_process_set_object(number)
+        found.ranks = mine
+        return HorovodTransport(found)
 
     def start(self, request: Request, name: str) -> Callable[[], Array]:
         """Begin a request as soon as those before it have ended; its name is not looked at, see above."""

@@ -41,8 +41,10 @@ from hvd_gradcomp.compressors import (
 )
 from hvd_gradcomp.errors import ConfigurationError, GradcompError, NonFiniteError, PayloadError, UnsupportedError
 from hvd_gradcomp.feedback import ErrorFeedback, Momentum, MomentumCorrection, NoMemory
+from hvd_gradcomp.policy.local_steps import PostLocal
 from hvd_gradcomp.torch.allreduce import Tokens
 from hvd_gradcomp.torch.checkpoint import load_residual_state_dict, residual_state_dict
+from hvd_gradcomp.torch.local_sgd import DiLoCo, LocalSGD
 from hvd_gradcomp.torch.optimizer import DistributedOptimizer, counters, register, unregister
 
 __all__ = [
@@ -55,12 +57,14 @@ __all__ = [
     "Compressor",
     "ConfigurationError",
     "CountSketch",
+    "DiLoCo",
     "DistributedOptimizer",
     "Dynamic8",
     "ErrorFeedback",
     "GradcompError",
     "Int8",
     "Linear",
+    "LocalSGD",
     "Momentum",
     "MomentumCorrection",
     "Natural",
@@ -69,6 +73,7 @@ __all__ = [
     "NonFiniteError",
     "OneBit",
     "PayloadError",
+    "PostLocal",
     "PowerSGD",
     "RandomK",
     "ScaledSign",

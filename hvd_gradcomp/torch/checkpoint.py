@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
+import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
 
-from hvd_gradcomp.feedback import mean_residuals, residuals_from
+from hvd_gradcomp.engine import Engine
+from hvd_gradcomp.feedback import mean_residuals, residuals_from, whole_parts
+from hvd_gradcomp.feedback.residuals import State
 from hvd_gradcomp.ops import backend
-from hvd_gradcomp.torch.exchange import require_members
+from hvd_gradcomp.torch.exchange import GradientExchange, require_members
 from hvd_gradcomp.torch.optimizer import exchange_of
 from hvd_gradcomp.torch.transport import wait
 
@@ -32,27 +36,7 @@ def residual_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """
     exchange = exchange_of(optimizer)
     require_members(optimizer)
-    process_set = exchange.optimizer.process_set
-    engine = exchange.engine
-    handles = []
-    shared = {}
-    parts = exchange.compressor.memory.parts
-    for p in exchange.compressed_parameters():
-        name = exchange.names[p]
-        own = engine.state.get(name, {})
-        for part in parts:
-            total = own[part].clone() if part in own else torch.zeros(p.numel(), device=p.device)
-            handle = mpi_ops.allreduce_async_(
-                total, name=f"{exchange.scope}{name}.{part}", op=mpi_ops.Sum, process_set=process_set
-            )
-            handles.append((name, part, handle))
-        others = {part: value.cpu() for part, value in own.items() if part not in parts}
-        if others:
-            shared[name] = others
-    totals: dict[str, dict[str, torch.Tensor]] = {}
-    for name, part, handle in handles:
-        totals.setdefault(name, {})[part] = wait(handle).cpu()
-    return mean_residuals(backend("torch"), totals, process_set.size(), shared=shared, step=engine.step)
+    return mean_state(exchange.engine, _parameters(exchange), exchange.optimizer.process_set)
 
 
 def load_residual_state_dict(optimizer: torch.optim.Optimizer, state: Any) -> None:
@@ -75,12 +59,46 @@ def load_residual_state_dict(optimizer: torch.optim.Optimizer, state: Any) -> No
         )
         exchange.load_state({}, 0)
         return
-    parameters = {exchange.names[p]: p for p in exchange.compressed_parameters()}
+    exchange.load_state(*state_from(state, _parameters(exchange)))
+
+
+def mean_state(
+    engine: Engine, parameters: Mapping[str, torch.Tensor], process_set: hvd.ProcessSet
+) -> dict[str, object]:
+    """The mean over the workers of what an engine keeps for `parameters`. Collective."""
+    handles = []
+    shared = {}
+    parts = engine.compressor.memory.parts
+    for name, p in parameters.items():
+        own = whole_parts(backend("torch"), name, p.numel(), engine.state.get(name, {}))
+        for part in parts:
+            total = own[part].clone() if part in own else torch.zeros(p.numel(), device=p.device)
+            handle = mpi_ops.allreduce_async_(
+                total, name=f"{engine.scope}{name}.{part}", op=mpi_ops.Sum, process_set=process_set
+            )
+            handles.append((name, part, handle))
+        others = {part: value.cpu() for part, value in own.items() if part not in parts}
+        if others:
+            shared[name] = others
+    totals: dict[str, dict[str, torch.Tensor]] = {}
+    for name, part, handle in handles:
+        totals.setdefault(name, {})[part] = wait(handle).cpu()
+    return mean_residuals(backend("torch"), totals, process_set.size(), shared=shared, step=engine.step)
+
+
+def state_from(state: object, parameters: Mapping[str, torch.Tensor]) -> tuple[State, int]:
+    """What `mean_state` gave, as state of an engine and the step it belongs to, beside each of `parameters`.
+
+    Raises:
+        ConfigurationError: it is something else, or belongs to another model.
+    """
     found, step = residuals_from(state, {name: p.numel() for name, p in parameters.items()})
-    exchange.load_state(
-        {
-            name: {part: value.to(parameters[name].device, torch.float32, copy=True) for part, value in parts.items()}
-            for name, parts in found.items()
-        },
-        step,
-    )
+    moved = {
+        name: {part: value.to(parameters[name].device, torch.float32, copy=True) for part, value in parts.items()}
+        for name, parts in found.items()
+    }
+    return moved, step
+
+
+def _parameters(exchange: GradientExchange) -> dict[str, torch.Tensor]:
+    return {exchange.names[p]: p for p in exchange.compressed_parameters()}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import horovod.torch as hvd
 import torch
+from horovod.common import process_sets
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
-from hvd_gradcomp.collectives import Allgather, Allreduce, Request
+from hvd_gradcomp.collectives import Allgather, Allreduce, Request, Transport, node_key, nodes_of, process_set_of
 from hvd_gradcomp.errors import ConfigurationError, UnsupportedError
 from hvd_gradcomp.wire.payload import JOIN_ADVICE
 
@@ -41,6 +42,33 @@ class HorovodTransport:
     def adds(self, kind: str) -> bool:
         """Horovod adds float32 and float16; it refuses bfloat16."""
         return kind in _ADDS
+
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """Workers of one host share a node."""
+        key = torch.tensor(list(node_key(hvd.rank(), hvd.size())), dtype=torch.uint8)
+        name = f"hvd_gradcomp.nodes.{self.process_set.process_set_id}"
+        keys = wait(mpi_ops.allgather_async(key, name=name, process_set=self.process_set))
+        return nodes_of(bytes(keys.tolist()))
+
+    def part(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """The workers of that group which this one is in; process sets that are missing are made.
+
+        Raises:
+            UnsupportedError: they cannot be made.
+        """
+        ranks = self.ranks
+        named = [sorted(ranks[place] for place in group) for group in groups]
+        mine = next(group for group in named if hvd.rank() in group)
+        number = process_set_of(
+            named,
+            hvd.rank(),
+            mpi_ops._basics._get_process_set_ids_and_ranks,
+            hvd.add_process_set,
+            everyone=len(ranks) == hvd.size(),
+        )
+        found = process_sets._temp_process_set_object(number)
+        found.ranks = mine
+        return HorovodTransport(found)
 
     def start(self, request: Request, name: str) -> Callable[[], torch.Tensor]:
         """Begin a request; the handle is a function that waits for its result."""

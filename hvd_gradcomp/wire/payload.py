@@ -7,9 +7,9 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvd_gradcomp.errors import ConfigurationError, PayloadError, UnsupportedError
+from hvd_gradcomp.errors import ConfigurationError, GradcompError, PayloadError, UnsupportedError
 from hvd_gradcomp.ops import Array, Ops
-from hvd_gradcomp.wire.parts import Reader, write
+from hvd_gradcomp.wire.parts import ALIGNMENT, Reader, write
 
 MAGIC = b"HG"
 VERSION = 1
@@ -23,15 +23,28 @@ JOIN_ADVICE = (
 )
 _HEADER_BYTES = HEADER.size + CHECKSUM.size
 _NON_FINITE = 1
+_REFUSAL = 2
+_ERRORS: dict[str, type[GradcompError]] = {
+    each.__name__: each for each in (PayloadError, ConfigurationError, UnsupportedError)
+}
 
 
 @dataclass(frozen=True)
 class Received:
-    """One worker's payload after its checks: a reader over its frames, or word that its gradient was not finite."""
+    """One worker's payload after its checks: a reader over its frames, or word that its gradient was not finite.
+
+    Or word that it has met an error, where workers exchange once more what they have made of each other's payloads.
+    """
 
     rank: int
     frames: Reader
     non_finite: bool
+    refusal: bool = False
+
+    def error(self) -> GradcompError:
+        """The error that the worker reports by a refusal."""
+        kind, _, message = self.frames.ops.to_host(self.frames.data).rstrip(b"\0").decode().partition(": ")
+        return _ERRORS.get(kind, PayloadError)(f"rank {self.rank} reports: {message}")
 
 
 def write_payload(ops: Ops, frames: Sequence[Array], fingerprint: int, like: Array, non_finite: bool = False) -> Array:
@@ -42,7 +55,16 @@ def write_payload(ops: Ops, frames: Sequence[Array], fingerprint: int, like: Arr
         non_finite: the gradient held NaN or infinity, and no frames are sent.
     """
     body = ops.concat(list(frames)) if frames else ops.zeros(0, "uint8", like)
-    flags = _NON_FINITE if non_finite else 0
+    return _payload(ops, body, fingerprint, like, _NON_FINITE if non_finite else 0)
+
+
+def write_refusal(ops: Ops, error: GradcompError, fingerprint: int, like: Array) -> Array:
+    """The payload of a worker that cannot go on, for others that wait for one: the same error for all of them."""
+    body = ops.pad(ops.from_host(f"{type(error).__name__}: {error}".encode(), like), ALIGNMENT)
+    return _payload(ops, body, fingerprint, like, _REFUSAL)
+
+
+def _payload(ops: Ops, body: Array, fingerprint: int, like: Array, flags: int) -> Array:
     header = HEADER.pack(MAGIC, VERSION, flags, fingerprint, _HEADER_BYTES + len(body))
     checksum = CHECKSUM.pack(_checksum(ops, header, body))
     return write(ops, like, header + checksum, body)
@@ -59,6 +81,7 @@ def split_payloads(ops: Ops, gathered: Array, ranks: Sequence[int], fingerprint:
     Raises:
         PayloadError: some rank's bytes are corrupt or of another format; the message names the rank.
         UnsupportedError: some rank has left the job by `hvd.join()`; the message names the rank.
+        GradcompError: some rank reports an error of its own (`write_refusal`).
         ConfigurationError: some ranks sent a payload of another configuration; the message names them.
     """
     payloads: list[Received] = []
@@ -77,6 +100,9 @@ def split_payloads(ops: Ops, gathered: Array, ranks: Sequence[int], fingerprint:
         payloads.append(received)
     if reader.left:
         raise PayloadError(f"rank {ranks[-1]} sent {reader.left} bytes too many")
+    for each in payloads:
+        if each.refusal:
+            raise each.error()
     if differing:
         raise ConfigurationError(
             f"ranks {differing} sent gradients compressed with other settings than this worker's: "
@@ -102,7 +128,7 @@ def _read_payload(reader: Reader, rank: int, before: int | None) -> tuple[int, R
     body = reader.bytes(length - _HEADER_BYTES)
     if len(body) % 4 or CHECKSUM.unpack(head[HEADER.size :])[0] != _checksum(ops, head[: HEADER.size], body):
         raise PayloadError("its checksum does not match")
-    return fingerprint, Received(rank, Reader(ops, body), bool(flags & _NON_FINITE))
+    return fingerprint, Received(rank, Reader(ops, body), bool(flags & _NON_FINITE), bool(flags & _REFUSAL))
 
 
 def _checksum(ops: Ops, header: bytes, body: Array) -> int:

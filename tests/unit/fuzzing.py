@@ -1,6 +1,7 @@
 """Mutated frames: each must be refused or decode to a tensor of the right size, in memory bounded by the tensor's.
 
-`python tests/unit/fuzzing.py 100000` runs that many for every format; the tests run a few hundred.
+`python tests/unit/fuzzing.py 100000` runs that many for every format, or for the specs that follow; the tests run a few
+hundred.
 """
 
 from __future__ import annotations
@@ -13,13 +14,23 @@ from dataclasses import dataclass
 import numpy as np
 from arrays import array_of, as_numpy, gradient
 
-from hvd_gradcomp.compressors import Compressor, Context, RandomK, TopK
+from hvd_gradcomp.compressors import Compressor, Context, Int8, RandomK, Threshold, TopK
 from hvd_gradcomp.errors import ConfigurationError, PayloadError
+from hvd_gradcomp.feedback import NoMemory
 from hvd_gradcomp.ops import Ops, backend
 from hvd_gradcomp.wire.parts import Reader
 from hvd_gradcomp.wire.payload import split_payloads, write_payload
 
 _FINGERPRINT = 0x600DF00D
+#: Positions in every index code, drawn ones among them; the values are those of `value_codes`.
+POSITIONS: tuple[Compressor, ...] = (
+    TopK(0.01),
+    TopK(0.3),
+    Threshold(0.5),
+    RandomK(0.3),
+    RandomK(0.3, unbiased=True, memory=NoMemory()),
+    RandomK(0.05) >> Int8(block=64),
+)
 
 
 @dataclass
@@ -126,8 +137,9 @@ def main() -> None:
     from value_codes import FORMATS
 
     runs = int(sys.argv[1])
-    for seed, methods in enumerate([*((code, TopK(0.3) >> code) for code in FORMATS), (RandomK(0.3),)]):
-        for method in methods:
+    wanted = sys.argv[2:]
+    for seed, methods in enumerate([*((code, TopK(0.3) >> code) for code in FORMATS), POSITIONS]):
+        for method in (each for each in methods if not wanted or str(each) in wanted):
             began = time.time()
             report = fuzz(method, runs, seed)
             refused = fuzz_payload(method, runs, seed)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 from hvd_gradcomp.collectives import Allgather, Allreduce, Alltoall, Request
@@ -35,7 +36,8 @@ class Sent:
 class _Meeting:
     """One collective: the requests that have come so far, and in the end each worker's result."""
 
-    def __init__(self) -> None:
+    def __init__(self, members: tuple[int, ...]) -> None:
+        self.members = members
         self.requests: dict[int, Request] = {}
         self.results: dict[int, Array] | None = None
         self.error: str | None = None
@@ -55,6 +57,7 @@ class Cluster:
             message that confuses the two does not pass.
         tamper: may change what a worker sends on its way.
         timeout: seconds after which a wait is taken for a hang.
+        nodes: the number of workers on each node; by default all are on one.
 
     Attributes:
         sent: for each worker, the requests that it began, in its order.
@@ -68,14 +71,16 @@ class Cluster:
         ranks: Sequence[int] | None = None,
         tamper: Tamper | None = None,
         timeout: float = 10.0,
+        nodes: Sequence[int] | None = None,
     ) -> None:
         self.workers = workers
         self.ranks = tuple(ranks or (10 + 3 * worker for worker in range(workers)))
         self.adds = tuple(adds)
         self.tamper = tamper
         self.timeout = timeout
+        self.nodes = tuple(nodes or (workers,))
         self.sent: list[list[Sent]] = [[] for _ in range(workers)]
-        self._meetings: dict[str, _Meeting] = {}
+        self._meetings: dict[tuple[str, tuple[int, ...]], _Meeting] = {}
         self._gone: set[int] = set()
         self._changed = threading.Condition()
 
@@ -113,18 +118,21 @@ class Cluster:
 
     # -- for MemoryTransport ------------------------------------------------------------------------------------------
 
-    def start(self, rank: int, request: Request, name: str) -> tuple[_Meeting, Request, Request]:
-        """Begin; the handle is the collective, the request, and a copy of it as it was."""
+    def start(
+        self, rank: int, request: Request, name: str, members: Sequence[int]
+    ) -> tuple[_Meeting, Request, Request]:
+        """Begin among `members`; the handle is the collective, the request, and a copy of it as it was."""
         snapshot = _copied(request)
         arriving = self.tamper(self.ranks[rank], name, _copied(request)) if self.tamper else request
         with self._changed:
             self.sent[rank].append(Sent(name, snapshot))
-            meeting = self._meetings.setdefault(name, _Meeting())
+            key = (name, tuple(members))
+            meeting = self._meetings.setdefault(key, _Meeting(key[1]))
             if rank in meeting.requests:
                 raise ClusterError(f"worker {rank} began {name!r} twice")
             meeting.requests[rank] = arriving
-            if len(meeting.requests) == self.workers:
-                del self._meetings[name]
+            if len(meeting.requests) == len(members):
+                del self._meetings[key]
                 _complete(meeting, name)
                 self._changed.notify_all()
         return meeting, request, snapshot
@@ -144,25 +152,45 @@ class Cluster:
         return meeting.results[rank]
 
     def _absent(self, meeting: _Meeting) -> set[int]:
-        return self._gone - set(meeting.requests)
+        return (self._gone & set(meeting.members)) - set(meeting.requests)
 
 
 @dataclass(frozen=True)
 class MemoryTransport:
-    """One worker's view of the cluster: the `Transport` of an engine."""
+    """One worker's view of the cluster, or of some of its workers: the `Transport` of an engine."""
 
     cluster: Cluster
-    rank: int
+    place: int
+    members: tuple[int, ...] = ()
+
+    @property
+    def _members(self) -> tuple[int, ...]:
+        return self.members or tuple(range(self.cluster.workers))
+
+    @property
+    def rank(self) -> int:
+        """This worker's place among them."""
+        return self._members.index(self.place)
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The workers' ranks in the job."""
-        return self.cluster.ranks
+        return tuple(self.cluster.ranks[member] for member in self._members)
 
     @property
     def workers(self) -> int:
         """How many workers there are."""
-        return self.cluster.workers
+        return len(self._members)
+
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """As the cluster was told: workers in a row share a node."""
+        ends = list(accumulate(self.cluster.nodes, initial=0))
+        return tuple(tuple(range(start, end)) for start, end in pairwise(ends))
+
+    def part(self, groups: Sequence[Sequence[int]]) -> MemoryTransport:
+        """The workers of that group which this one is in."""
+        (mine,) = (group for group in groups if self.rank in group)
+        return MemoryTransport(self.cluster, self.place, tuple(self._members[rank] for rank in mine))
 
     def adds(self, kind: str) -> bool:
         """As the cluster was told."""
@@ -170,11 +198,11 @@ class MemoryTransport:
 
     def start(self, request: Request, name: str) -> Any:
         """See `Transport.start`."""
-        return self.cluster.start(self.rank, request, name)
+        return self.cluster.start(self.place, request, name, self._members)
 
     def wait(self, handle: Any) -> Array:
         """See `Transport.wait`."""
-        return self.cluster.wait(self.rank, handle)
+        return self.cluster.wait(self.place, handle)
 
 
 def _complete(meeting: _Meeting, name: str) -> None:
@@ -198,7 +226,8 @@ def _complete(meeting: _Meeting, name: str) -> None:
         }
     else:
         parts = [_parts(each) for each in requests]
-        meeting.results = {rank: ops.concat([part[rank] for part in parts]) for rank in meeting.requests}
+        places = {rank: place for place, rank in enumerate(sorted(meeting.requests))}
+        meeting.results = {rank: ops.concat([part[place] for part in parts]) for rank, place in places.items()}
 
 
 def _sum(ops: Any, vectors: list[Array], kind: str) -> Array:

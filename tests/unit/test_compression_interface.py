@@ -11,7 +11,18 @@ import torch
 from arrays import COMPRESSORS, array_of, as_numpy, gradient, kinds, seeds, shapes
 from hypothesis import given, settings
 
-from hvd_gradcomp.compressors import BF16, FP16, Int8, NoCompression, TopK, TopKInt8, base
+from hvd_gradcomp.compressors import (
+    BF16,
+    FP16,
+    CountSketch,
+    Int8,
+    NoCompression,
+    PowerSGD,
+    SharedTernGrad,
+    TopK,
+    TopKInt8,
+    base,
+)
 from hvd_gradcomp.errors import NonFiniteError, PayloadError, UnsupportedError
 from hvd_gradcomp.ops import ops_for
 
@@ -122,6 +133,13 @@ def test_a_payload_of_another_tensor_is_refused(ops):
         TopK.decompress(payload, ctx)
     with pytest.raises(PayloadError, match="bytes more"):
         TopK.decompress(ops.concat([payload, payload]), TopK.compress(array_of(ops, np.ones(30, np.float32)))[1])
+
+
+@pytest.mark.parametrize("compressor", [PowerSGD(rank=2), CountSketch(), SharedTernGrad()], ids=str)
+def test_what_exists_between_workers_only_says_so(ops, compressor):
+    name = type(compressor).__name__
+    with pytest.raises(UnsupportedError, match=rf"no payload without workers: its {name}\.exchange .* hvd\.init\(\)"):
+        compressor.compress(array_of(ops, np.ones(30, np.float32)))
 
 
 def test_a_door_takes_over_for_its_arrays(ops, monkeypatch):

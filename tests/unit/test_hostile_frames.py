@@ -13,6 +13,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from arrays import COMPRESSORS, array_of, as_numpy
+from fuzzing import POSITIONS, fuzz
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,6 +46,13 @@ def decode(ops: Ops, data: bytes, size: int = SIZE) -> np.ndarray | PayloadError
     assert out.shape == (size,)
     assert ops.dtype_of(out) == "float32"
     return as_numpy(out)
+
+
+@pytest.mark.parametrize("method", POSITIONS, ids=str)
+def test_mutated_positions(ops, method):
+    report = fuzz(method, runs=200, seed=2, ops=ops)
+    assert report.refused + report.decoded == 200
+    assert report.refused
 
 
 @pytest.mark.parametrize("compressor", [*COMPRESSORS, TopK(ratio=1.0) >> Int8()], ids=str)

@@ -1,4 +1,4 @@
-"""The random generator: the published vectors, one stream on every backend, and keys that differ where they should."""
+"""The random generator: published vectors, TensorFlow's words, one stream on every backend, keys that differ."""
 
 from __future__ import annotations
 
@@ -28,6 +28,18 @@ def test_published_vectors(ops: Ops, counter: str, key: str, expected: str) -> N
     low, high = words(key)
     found = philox4x32(ops, (c0, c1, c2, c3), low | high << 32)
     assert [as_numpy(each).tolist() for each in found] == [[word, word] for word in words(expected)]
+
+
+@pytest.mark.parametrize(("key", "first"), [(0, 0), (2**64 - 1, 2**32 - 3), (0x1234_5678_9ABC_DEF0, 7), (2**63, 2**40)])
+def test_words_are_those_of_tensorflow_s_generator(ops: Ops, key: int, first: int) -> None:
+    """An implementation that nobody here has written, at any key and past the end of the lowest word of a counter."""
+    tf = pytest.importorskip("tensorflow")
+    where = {"key": tf.constant([key], tf.uint64), "counter": tf.constant([first, 0], tf.uint64)}
+    expected = tf.raw_ops.StatelessRandomUniformFullIntV2(shape=[40], alg=1, dtype=tf.uint32, **where)
+    counters = np.arange(first, first + 10)
+    low, high, zeros = counters & 0xFFFFFFFF, counters >> 32, np.zeros_like(counters)
+    found = philox4x32(ops, tuple(array_of(ops, each) for each in (low, high, zeros, zeros)), key)
+    assert np.stack([as_numpy(each) for each in found], 1).reshape(-1).tolist() == expected.numpy().tolist()
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 1001, 4 * 2**14, 4 * 2**14 + 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods import Run
 
-from hvd_gradcomp.collectives import Allgather, Allreduce, Alltoall
+from hvd_gradcomp.collectives import Allgather, Allreduce, Alltoall, Request
 from hvd_gradcomp.compressors import SharedTernGrad, compression_from_spec
-from hvd_gradcomp.errors import ConfigurationError
+from hvd_gradcomp.errors import ConfigurationError, PayloadError
 from hvd_gradcomp.feedback import ErrorFeedback
 from hvd_gradcomp.ops import backend
 
@@ -81,6 +82,23 @@ def test_not_finite(ops, poison):
     assert np.isnan(run.step(gradients)["p0"]).all()
     for before, after in zip(run.before, run.after, strict=True):
         assert before["p0"]["residual"].tobytes() == after["p0"]["residual"].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(Alltoall, "rank 13 sent corrupt levels"), (Allgather, "rank 13 sent a sum that 3 workers cannot have")],
+)
+def test_bytes_that_nobody_sends_name_their_rank(ops, kind, message):
+    run = Run(ops, SharedTernGrad(dense_below=0), 3, [(50,)])
+
+    def tamper(rank: int, name: str, request: Request) -> Request:
+        # 255 is neither five trits nor any sum of three workers' levels.
+        changed = rank == 13 and isinstance(request, kind) and "settings" not in name
+        return replace(request, payload=request.payload * 0 + 255) if changed else request
+
+    run.cluster.tamper = tamper
+    with pytest.raises(PayloadError, match=message):
+        run.step()
 
 
 def test_settings():

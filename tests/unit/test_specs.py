@@ -41,7 +41,8 @@ codes = st.one_of(
     st.builds(BF16, memory=memories, dense_below=sizes),
     st.builds(NoCompression, memory=memories, dense_below=sizes),
 )
-compressors = st.one_of(topks, codes, st.builds(lambda left, right: left >> right, topks, codes))
+behind = st.one_of(st.builds(Int8, blocks), st.sampled_from([FP16(), BF16(), NoCompression()]))
+compressors = st.one_of(topks, codes, st.builds(lambda left, right: left >> right, topks, behind))
 
 
 def test_every_method_has_one_name_in_specs_and_in_compression():
@@ -136,6 +137,9 @@ def test_specs_that_users_write(text, compressor):
         ("int8 >> topk", "int8 >> topk: .* does not select values"),
         ("topk >> int8 >> int8", "topk >> int8 >> int8: .* does not select values"),
         ("none >> int8", "none >> int8: none does not select"),
+        ("topk >> int8(memory=none)", r"memory would have no effect .* as in topk\(memory=none\) >> int8"),
+        ("topk >> qsgd(dense_below=7)", r"dense_below .* as in topk\(dense_below=7\) >> qsgd"),
+        ("topk >> int8(granularity=model)", r"granularity .* as in topk\(granularity=model\) >> int8"),
     ],
 )
 def test_a_bad_spec_is_told_what_is_wrong(text, message):

@@ -51,7 +51,7 @@ from horovod.tensorflow import (
 
 import hvd_gradcomp.tensorflow  # noqa: F401  (registers the compressors)
 from hvd_gradcomp.errors import ConfigurationError
-from hvd_gradcomp.tensorflow.keras import callbacks
+from hvd_gradcomp.tensorflow.keras import callbacks, elastic
 from hvd_gradcomp.tensorflow.keras.optimizer import DistributedOptimizer, find_distributed
 from hvd_gradcomp.tensorflow.keras.saving import read_residuals
 from hvd_gradcomp.tensorflow.paths import tensorflow_variable
@@ -79,6 +79,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -189,3 +189,38 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         super().on_epoch_end(epoch, logs)
         if self.verbose and self.end_epoch is not None and epoch == self.end_epoch - 1 and hvd.rank() == 0:
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._learning_rate():g}.")
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Save the model whenever `monitor` has become better.
+
+    Put it after `MetricAverageCallback`, so that all workers agree on what is best, and give every worker a file of its
+    own if it is to keep its residuals, or use it on rank 0 alone.
+
+    Args:
+        monitor: which metric.
+        verbose: 1 for a line whenever it saves.
+        save_weights_only: weights instead of the whole model.
+        mode: "min", "max" or "auto".
+        save_freq: "epoch", or a number of batches.
+        filepath: where to; in Horovod's own version it is an attribute that is set later, which works here too.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+        filepath: str | None = None,
+    ) -> None:
+        super().__init__(
+            filepath=filepath or ("best.weights.h5" if save_weights_only else "best.keras"),
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )

@@ -282,6 +282,47 @@ def test_a_saved_model_resumes_as_if_it_had_not_stopped(tmp_path: Path):
         hvd.load_model(paths[hvd.rank() - 1], compression=COMPRESSION)
 
 
+def test_elastic_state_goes_back_to_what_was_committed_and_new_workers_get_it():
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=COMPRESSION)
+    model = compiled(classifier(), optimizer)
+    state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+    committed: list[Any] = []
+    # Committing asks whether there are new hosts, which a job of fixed size does not know.
+    state.commit = lambda: committed.append((state.epoch, state.batch)) or state.save()
+    callbacks = [
+        hvd.elastic.UpdateBatchStateCallback(state),
+        hvd.elastic.UpdateEpochStateCallback(state),
+        hvd.elastic.CommitStateCallback(state, batches_per_commit=3),
+    ]
+    fit(model, *callbacks, epochs=2)
+    # Four batches an epoch: after three, at the end of an epoch, and so on.
+    assert committed == [(0, 2), (1, 0), (1, 1), (2, 0)]
+    fit(model, *callbacks[:2], epochs=1)
+    assert state.epoch == 3
+    state.restore()
+    assert (state.epoch, state.batch) == (2, 0)
+    expected = fit(model, epochs=2)
+    state.restore()
+    # As a worker that is new: it knows nothing, and the others ask again with it.
+    if hvd.rank() == hvd.size() - 1:
+        for variable in [*model.weights, *optimizer.variables]:
+            variable.assign(variable * 0)
+    before = model.train_function
+    state.sync()
+    assert model.train_function is None
+    assert before is not None
+    assert fit(model, epochs=2) == expected
+    assert_alike(model)
+
+
+def test_the_best_model_is_kept(tmp_path: Path):
+    callback = hvd.callbacks.BestModelCheckpoint(monitor="loss", filepath=str(tmp_path / f"{hvd.rank()}.keras"))
+    model = compiled(classifier(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.2), compression=COMPRESSION))
+    history = fit(model, hvd.callbacks.MetricAverageCallback(), callback, epochs=3)
+    assert callback.best == min(history["loss"])
+    assert type(keras.models.load_model(callback.filepath).optimizer) is keras.optimizers.SGD
+
+
 def test_without_compression_it_trains_as_plain_horovod():
     """The same losses as Horovod's tape and TensorFlow's own arithmetic."""
     x, y = data(hvd.rank())
@@ -310,9 +351,19 @@ def test_tapes_take_the_variables_of_keras():
     assert "logits/kernel" in "".join(counters(model.trainable_variables).buckets)
 
 
+def test_a_worker_with_a_compression_of_horovods_own_is_an_error_on_all():
+    variable = keras.Variable(np.zeros((40, 40), np.float32), name="w")
+    compression = hvd.Compression.fp16 if hvd.rank() else COMPRESSION
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)
+    with pytest.raises(ConfigurationError, match=r"rank [01] has .*Horovod compression = 'FP16Compressor'|'topk"):
+        optimizer.apply([tf.ones((40, 40))], [variable])
+
+
 def test_what_cannot_work_says_so():
     with pytest.raises(ConfigurationError, match="expected an optimizer of Keras 3"):
         hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1))
+    with pytest.raises(ConfigurationError, match=r"needs a model that is built .* and an optimizer"):
+        hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(3)]))
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     with pytest.raises(ConfigurationError, match="wrap it once"):
         hvd.DistributedOptimizer(optimizer)
