@@ -162,7 +162,7 @@ def _narrow(x, state, counts, size, ABOVE: tl.constexpr, SHIFT: tl.constexpr, BI
     tl.atomic_add(counts + tl.arange(0, BINS), histogram, mask=histogram > 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def _pick(counts, state, k, FIRST: tl.constexpr, BINS: tl.constexpr):
     bucket = tl.arange(0, BINS)
     held = tl.load(counts + bucket)
@@ -176,7 +176,7 @@ def _pick(counts, state, k, FIRST: tl.constexpr, BINS: tl.constexpr):
     tl.store(state + 1, rank - tl.sum(tl.where(chosen, above, 0), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _count(x, state, found, size, blocks, BLOCK: tl.constexpr):
     block = tl.program_id(0)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -187,7 +187,7 @@ def _count(x, state, found, size, blocks, BLOCK: tl.constexpr):
     tl.store(found + blocks + block, tl.sum(((key == threshold) & (key > 0)).to(tl.int32), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _write(x, state, found, reached, positions, size, blocks, BLOCK: tl.constexpr):
     block = tl.program_id(0)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
