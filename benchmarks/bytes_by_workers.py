@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lab.shapes import MODELS, Shape
 from hvd_gradcomp.collectives import Allgather, Allreduce, Confirm, Request
 from hvd_gradcomp.compressors import Compressor, compression_from_spec
 from hvd_gradcomp.engine import Engine, Parameter
+from hvd_gradcomp.policy.models import MODELS, Shape
 
 COLLECTIVES = ("dense", "allgather", "scatter_reduce", "hierarchical")
 

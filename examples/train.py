@@ -137,8 +137,11 @@ def make_distributed(
     """The optimizer for all workers: gradients averaged at every step, or parameters every few steps."""
     if args.local_steps is None:
         return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
-    make = DiLoCo if args.diloco else LocalSGD
-    return make(optimizer, args.local_steps, named_parameters=model.named_parameters(), compression=compression)
+    options = {"named_parameters": model.named_parameters(), "compression": compression}
+    if args.diloco:
+        # The usual 0.9 suits hundreds of meetings of AdamW; here are 70, of steps as long as SGD can make them.
+        return DiLoCo(optimizer, args.local_steps, outer_momentum=0.5, **options)
+    return LocalSGD(optimizer, args.local_steps, **options)
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
@@ -250,7 +253,7 @@ def parse_arguments() -> argparse.Namespace:
         type=spec,
         default="topk-int8",
         metavar="SPEC",
-        help="none, fp16, topk-int8 or a spec such as 'topk(ratio=0.001) >> int8' (default: %(default)s)",
+        help="none, fp16, topk-int8, gravac or a spec such as 'topk(ratio=0.001) >> int8' (default: %(default)s)",
     )
     parser.add_argument("--local-steps", type=positive_integer, metavar="H", help="local SGD: meet every H steps")
     parser.add_argument("--diloco", action="store_true", help="with --local-steps: Nesterov momentum between meetings")

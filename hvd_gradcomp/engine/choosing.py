@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvd_gradcomp.collectives import Transport, agree, configured_network, measure
-from hvd_gradcomp.compressors import Compressor
 from hvd_gradcomp.engine.nodes import Nodes
-from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.ops import Array, ops_for
 from hvd_gradcomp.policy.cost import FREE, Links, Network, Topology, allgather, dense_allreduce, hierarchical
 from hvd_gradcomp.policy.cost import scatter_reduce as by_owners
@@ -72,29 +70,3 @@ def make_chooser(transport: Transport, nodes: Nodes, name: str, like: Array) -> 
         Network(*(next(agreed) if 0 < number < float("inf") else number for number in network)) for network in networks
     )
     return Chooser(Topology(nodes.sizes), Links(between, within), nodes if nodes.is_useful else None)
-
-
-def require_collective(compressor: Compressor) -> None:
-    """Refuse a collective that does not fit the method.
-
-    Raises:
-        ConfigurationError: it does not.
-    """
-    if compressor.collective == "allgather":
-        return
-    if compressor.meets != "gather":
-        raise ConfigurationError(
-            f"{compressor}: collective={compressor.collective} is for payloads that cannot be added, and those of this "
-            "method are, or have a way of their own: leave collective out"
-        )
-    if compressor.collective == "hierarchical" and compressor.votes:
-        raise ConfigurationError(
-            f"{compressor}: collective=hierarchical adds the gradients of a node, and here each worker has a vote of "
-            "its own: take collective=scatter_reduce"
-        )
-    if compressor.collective == "hierarchical" and not compressor.memory.is_linear:
-        raise ConfigurationError(
-            f"{compressor}: collective=hierarchical adds the gradients of a node before anything else, and "
-            f"{compressor.memory} has to see those of each worker (clip). Leave out clip, or take "
-            "collective=scatter_reduce"
-        )

@@ -22,6 +22,7 @@ from typing import Any
 
 from hvd_gradcomp.collectives import Allgather, Alltoall, Confirm, Exchange, Request, Transport
 from hvd_gradcomp.compressors import Compressor
+from hvd_gradcomp.engine.adaptation import Adaptation
 from hvd_gradcomp.engine.buckets import Parameter
 from hvd_gradcomp.engine.passage import Home, Passage, Totals
 from hvd_gradcomp.errors import GradcompError, PayloadError, UnsupportedError
@@ -83,6 +84,7 @@ class _Owner:
 
     compressor: Compressor
     transport: Transport
+    adaptation: Adaptation
     state: dict[str, dict[str, Array]]
     number: int
     average: bool = False
@@ -123,9 +125,11 @@ class NodePassage:
         self.like = gradients[parameters[0].name]
         self.ops = ops_for(self.like)
         self.gradients = {each.name: self.ops.flat32(gradients[each.name]) for each in parameters}
+        self.memory = engine.compressor.of(parameters[0].name, parameters[0].shape).memory
         self.number = engine.fingerprint(parameters)
         self.passage: Passage | None = None
-        self.owner = _Owner(engine.compressor, nodes.across, {}, zlib.crc32(f"{self.number}|{nodes.share}".encode()))
+        number = zlib.crc32(f"{self.number}|{nodes.share}".encode())
+        self.owner = _Owner(engine.compressor, nodes.across, engine.adaptation, {}, number)
         self.owned = [
             Parameter(each.name, size, each.kind)
             for each in parameters
@@ -177,7 +181,7 @@ class NodePassage:
             each.name: whole_parts(ops, each.name, each.size, state.get(each.name, {}), ending)
             for each in self.parameters
         }
-        known = self.engine.compressor.memory.parts
+        known = self.memory.parts
         moved = [part for part in known if any(part in parts for parts in whole.values())]
         bits = sum(1 << known.index(part) for part in moved)
         payloads = []
@@ -202,7 +206,7 @@ class NodePassage:
     def _take(self, arrived: Array) -> dict[str, Array]:
         """The sum over the node of this worker's share of each gradient; what came with it goes to `owner.state`."""
         ops, nodes = self.ops, self.nodes
-        known = self.engine.compressor.memory.parts
+        known = self.memory.parts
         sums: dict[str, Array] = {}
         for each in self.owned:
             kept = own_parts(self.engine.state.get(each.name, {}), nodes.share, nodes.owners)

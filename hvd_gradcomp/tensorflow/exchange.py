@@ -63,7 +63,7 @@ class GradientExchange:
         self.residuals = Residuals(
             [variables[place] for place in self.compressed],
             [self.paths[place] for place in self.compressed],
-            settings.compressor.memory.parts,
+            sorted({part for each in settings.compressor.members() for part in each.memory.parts}),
         )
         self._shares_known = False
         # Two graphs that share this exchange may run at the same time.
@@ -115,8 +115,11 @@ class GradientExchange:
     # -- choosing -----------------------------------------------------------------------------------------------------
 
     def _is_compressed(self, place: int) -> bool:
-        size = self.shapes[place].num_elements()
-        return size is not None and self.settings.compressor.takes(size) and self.dtypes[place] in _KINDS
+        shape = self.shapes[place]
+        size = shape.num_elements()
+        if size is None or self.dtypes[place] not in _KINDS:
+            return False
+        return self.settings.compressor.of(self.paths[place], tuple(shape.as_list())).takes(size)
 
     def _make_engine(self, variables: Sequence[tf.Variable], scope: str) -> Engine:
         settings = self.settings
@@ -185,7 +188,7 @@ class GradientExchange:
             for parameter in self.engine.parameters:
                 self.engine.submit(parameter.name, gradients.get(parameter.name))
             results = self.engine.finish()
-            self.residuals.write(self.engine.state, self.engine.step)
+            self.residuals.write(self.engine.state, self.engine.step, self.engine.policy_state)
             return [*(results[name] for name in names), True]
 
     def _create_shares(self) -> None:
@@ -209,7 +212,7 @@ class GradientExchange:
         if step == self.engine.step:
             self.engine.state = state
         else:
-            self.engine.load_state(state, step)
+            self.engine.load_state(state, step, self.residuals.read_policy())
 
     def _count(self, dtypes: list[tf.DType], sizes: list[int]) -> None:
         counters = self.engine.counters.bucket("dense")

@@ -32,6 +32,7 @@ class Kept(tf.Module):
     Attributes:
         parts: name of a part -> its variable; "residual" is float32, shape (size,).
         step: how many exchanges there have been.
+        policy: what a policy remembers, float64, any length; the same for all variables of a model.
         in_use: the parts that the engine has; to it a residual of zeros and none are not quite the same.
     """
 
@@ -42,6 +43,8 @@ class Kept(tf.Module):
         self.parts: dict[str, tf.Variable] = {}
         with tf.device(device):
             self.step = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
+            # A checkpoint may be restored before the first step, when nobody knows how much a policy remembers.
+            self.policy = tf.Variable(tf.zeros([0], tf.float64), shape=[None], trainable=False, name="policy")
         self.in_use: frozenset[str] = frozenset()
         self.create([_RESIDUAL])
 
@@ -124,11 +127,20 @@ class Residuals(tf.Module):
         steps = [int(each.step) for each in self.by_path.values()]
         return {path: parts for path, parts in found.items() if parts}, max(steps, default=0)
 
-    def write(self, state: Mapping[str, Mapping[str, Array]], step: int) -> None:
+    def read_policy(self) -> tuple[float, ...]:
+        """What a policy remembers; () where there is none."""
+        found = (tuple(each.policy.numpy().tolist()) for each in self.by_path.values())
+        return next((each for each in found if each), ())
+
+    def write(self, state: Mapping[str, Mapping[str, Array]], step: int, policy: Sequence[float] = ()) -> None:
         """Replace everything; what is missing in `state` becomes zero."""
         for path, each in self.by_path.items():
             each.write(state.get(path, {}))
             each.step.assign(step)
+        if self.read_policy() != tuple(policy):
+            # It changes now and then only, and most often there is none.
+            for each in self.by_path.values():
+                each.policy.assign(np.array(policy, np.float64))
 
 
 def _outside_graphs(make: Callable[[], _Made]) -> _Made:
