@@ -58,7 +58,8 @@ class Rule:
     max_size: int | None = None
 
     def __post_init__(self) -> None:
-        names = (self.names,) if isinstance(self.names, str) else tuple(self.names)
+        single = isinstance(self.names, str) or not isinstance(self.names, Iterable)
+        names = (self.names,) if single else tuple(self.names)
         if not names or not all(isinstance(each, str) for each in names):
             raise ConfigurationError(f"names must be a pattern such as '*.weight', or several, got {self.names!r}")
         if self.role is not None and self.role not in ROLES:
