@@ -17,7 +17,8 @@ from pathlib import Path
 import horovod.torch as hvd
 import torch
 from methods import Step, make
-from shapes import MODELS, values
+
+from hvd_gradcomp.policy.models import MODELS, values
 
 
 def main() -> None:

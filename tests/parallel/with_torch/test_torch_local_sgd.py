@@ -10,7 +10,8 @@ import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
-from known_gradients import Reference, assert_same_everywhere, backward, gradients, parameters
+from known_gradients import Reference, backward, gradients, parameters
+from torch_workers import assert_same_everywhere
 
 from hvd_gradcomp.torch import (
     ConfigurationError,

@@ -1,0 +1,219 @@
+"""What a training step will take with each method, from what was measured on the machines at hand. Pure formulas.
+
+A step is a pipeline: gradients become ready from the last layer to the first while the backward pass runs, compressing
+them takes its turn on the same processor, a finished bucket goes to the network, and the network carries one bucket
+after another. What it has not carried when the backward pass ends is waited for; then everything is decoded.
+
+References:
+    S. Agarwal, H. Wang, S. Venkataraman, D. Papailiopoulos, "On the Utility of Gradient Compression in Distributed
+    Training Systems", MLSys 2022 (why overlap decides, and when compression does not pay).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hvd_gradcomp.errors import ConfigurationError
+from hvd_gradcomp.policy import cost
+from hvd_gradcomp.policy.cost import Cost, Links, Network, Topology
+
+#: Kind of collective -> what one of a number of bytes costs.
+COSTS: dict[str, Callable[[float, Topology, Links], Cost]] = {
+    "allreduce": cost.dense_allreduce,
+    "allgather": cost.allgather,
+    "alltoall": cost.alltoall,
+}
+# Differences below this are within what a prediction can tell.
+_ALIKE = 1.1
+
+
+@dataclass(frozen=True)
+class Sending:
+    """One bucket of gradients, and the collectives that exchange it.
+
+    Attributes:
+        dense_bytes: of the gradients.
+        requests: kind and bytes that this worker hands in, one after the other.
+    """
+
+    dense_bytes: float
+    requests: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of exchanging the gradients of a model.
+
+    Attributes:
+        name: how a user asks for it.
+        collective: how payloads meet.
+        buckets: in the order in which gradients become ready.
+        compress_s: seconds of compressing all of them.
+        decompress_s: seconds of decoding all workers' payloads.
+    """
+
+    name: str
+    collective: str
+    buckets: tuple[Sending, ...]
+    compress_s: float = 0.0
+    decompress_s: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Bytes handed to collectives by bytes of gradient."""
+        sent = sum(size for bucket in self.buckets for _, size in bucket.requests)
+        return sent / sum(bucket.dense_bytes for bucket in self.buckets)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Seconds of a training step without any exchange."""
+
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Where the workers are, and what connects them: as seen by each kind of collective."""
+
+    topology: Topology
+    links: Mapping[str, Links]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is expected of a method.
+
+    Attributes:
+        method: of which.
+        wire_s: seconds that the network is busy in a step.
+        exchange_s: seconds from all gradients to all averages when nothing else is done meanwhile.
+        step_s: seconds of a training step, overlap taken into account; None where the time to compute is not known.
+        speed_up: how many times faster than dense, in steps if they are known and in exchanges if not.
+    """
+
+    method: Method
+    wire_s: float
+    exchange_s: float
+    step_s: float | None
+    speed_up: float = 1.0
+
+
+def fit_network(points: Sequence[tuple[float, float]]) -> Network:
+    """Latency and bandwidth from measured (bytes, seconds), so that the relative errors are smallest.
+
+    Raises:
+        ConfigurationError: there are not two different sizes.
+    """
+    if len({size for size, _ in points}) < 2:
+        raise ConfigurationError(f"expected collectives of two different sizes or more, got {list(points)}")
+    # Weighted least squares for a + b * size with weights 1 / seconds.
+    weights = [1 / max(seconds, 1e-9) ** 2 for _, seconds in points]
+    total = sum(weights)
+    mean_size = sum(w * size for w, (size, _) in zip(weights, points, strict=True)) / total
+    mean_seconds = sum(w * seconds for w, (_, seconds) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (size - mean_size) ** 2 for w, (size, _) in zip(weights, points, strict=True))
+    slope = sum(w * (size - mean_size) * (s - mean_seconds) for w, (size, s) in zip(weights, points, strict=True))
+    slope /= spread
+    if slope <= 0:
+        return Network(max(mean_seconds, 0.0), float("inf"))
+    return Network(max(mean_seconds - slope * mean_size, 0.0), 1 / slope)
+
+
+def with_collective(method: Method, collective: str, machines: Machines) -> Method | None:
+    """`method`, whose payloads are gathered, by another collective; None where that makes no sense.
+
+    Compressing and decoding are taken to last as long as with an allgather.
+    """
+    gathers = all(kind == "allgather" for bucket in method.buckets for kind, _ in bucket.requests)
+    where = machines.topology
+    useful = {
+        "scatter_reduce": where.workers > 2,
+        "hierarchical": where.nodes > 1 and max(where.local_sizes) > 1,
+    }
+    return replace(method, collective=collective) if gathers and useful[collective] else None
+
+
+def predict(method: Method, machines: Machines, compute: Compute | None = None) -> Prediction:
+    """What a step takes with `method`."""
+    wires = [_wire(bucket, method.collective, machines) for bucket in method.buckets]
+    exchange = _pipeline(method, wires, 0.0)
+    step = compute.forward_s + _pipeline(method, wires, compute.backward_s) if compute else None
+    return Prediction(method, sum(wires), exchange, step)
+
+
+def rank(methods: Sequence[Method], machines: Machines, compute: Compute | None = None) -> list[Prediction]:
+    """Predictions for all methods, the fastest first; one of them has to be called "dense"."""
+    found = [predict(method, machines, compute) for method in methods]
+    base = next(each for each in found if each.method.name == "dense")
+
+    def seconds(each: Prediction) -> float:
+        return each.exchange_s if each.step_s is None else each.step_s
+
+    found = [replace(each, speed_up=seconds(base) / max(seconds(each), 1e-12)) for each in found]
+    return sorted(found, key=seconds)
+
+
+def advice(ranking: Sequence[Prediction], compute: Compute | None = None) -> str:
+    """What the ranking means, in a sentence."""
+    best = ranking[0]
+    dense = next(each for each in ranking if each.method.name == "dense")
+    if compute is None:
+        saved = best.speed_up
+        if saved < _ALIKE:
+            return "dense is best here: no method exchanges these gradients faster"
+        return (
+            f"{_called(best)} exchanges fastest here, {saved:.1f} times as fast as dense; whether steps become faster "
+            "depends on how much of the exchange hides behind the backward pass: give --step-ms to know"
+        )
+    assert dense.step_s is not None
+    alone = compute.forward_s + compute.backward_s
+    if dense.step_s < _ALIKE * alone:
+        return (
+            "dense is best here: the exchange hides behind backward "
+            f"(of a step's {1e3 * dense.step_s:.1f} ms only {1e3 * (dense.step_s - alone):.1f} ms wait for it)"
+        )
+    if best.speed_up < _ALIKE:
+        return "dense is best here: compressing takes as long as it saves on the network"
+    assert best.step_s is not None
+    return (
+        f"{_called(best)} is best here: steps of {1e3 * best.step_s:.1f} ms instead of {1e3 * dense.step_s:.1f} ms "
+        f"with dense, {best.speed_up:.1f} times as fast; computing alone takes {1e3 * alone:.1f} ms"
+    )
+
+
+def _called(prediction: Prediction) -> str:
+    method = prediction.method
+    return (
+        f"{method.name} by {method.collective}"
+        if method.collective in ("scatter_reduce", "hierarchical")
+        else method.name
+    )
+
+
+def _wire(bucket: Sending, collective: str, machines: Machines) -> float:
+    """Seconds of the network for one bucket."""
+    topology, links = machines.topology, machines.links
+    seconds = 0.0
+    for kind, size in bucket.requests:
+        if kind == "allgather" and collective == "scatter_reduce":
+            seconds += cost.alltoall(size, topology, links["alltoall"]).seconds
+            seconds += cost.allgather(size / topology.workers, topology, links["allgather"]).seconds
+        elif kind == "allgather" and collective == "hierarchical":
+            seconds += cost.hierarchical(size, bucket.dense_bytes, topology, links["allgather"]).seconds
+        else:
+            seconds += COSTS[kind](size, topology, links[kind]).seconds
+    return seconds
+
+
+def _pipeline(method: Method, wires: Sequence[float], backward_s: float) -> float:
+    """Seconds from the start of the backward pass until the last average is there."""
+    work = backward_s + method.compress_s
+    whole = sum(bucket.dense_bytes for bucket in method.buckets)
+    done = free = 0.0
+    for bucket, wire in zip(method.buckets, wires, strict=True):
+        done += bucket.dense_bytes / whole
+        free = max(free, done * work) + wire
+    return max(free, work) + method.decompress_s

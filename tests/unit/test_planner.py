@@ -1,0 +1,105 @@
+"""The planner's formulas: fits, overlap, ranking and the sentence, on machines made up for the purpose."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvd_gradcomp.errors import ConfigurationError
+from hvd_gradcomp.policy.cost import Links, Network, Topology
+from hvd_gradcomp.policy.models import MODELS, values
+from hvd_gradcomp.policy.planner import (
+    Compute,
+    Machines,
+    Method,
+    Sending,
+    advice,
+    fit_network,
+    predict,
+    rank,
+    with_collective,
+)
+
+MEGA = 1e6
+
+
+def machines(bytes_per_s: float, topology: Topology | None = None) -> Machines:
+    links = Links(Network(0.0, bytes_per_s), Network(0.0, 100 * bytes_per_s))
+    return Machines(topology or Topology.even(4), dict.fromkeys(("allreduce", "allgather", "alltoall"), links))
+
+
+def dense(buckets: int = 4) -> Method:
+    return Method("dense", "allreduce", (Sending(25 * MEGA, (("allreduce", 25 * MEGA),)),) * buckets)
+
+
+def topk(compress_s: float = 0.0, decompress_s: float = 0.0) -> Method:
+    buckets = (Sending(25 * MEGA, (("allgather", 0.125 * MEGA),)),) * 4
+    return Method("topk", "allgather", buckets, compress_s, decompress_s)
+
+
+def test_a_line_through_measured_points() -> None:
+    network = fit_network([(size, 2e-3 + size / 5e7) for size in (4, 1e5, 1e7)])
+    assert network.latency_s == pytest.approx(2e-3)
+    assert network.bytes_per_s == pytest.approx(5e7)
+    with pytest.raises(ConfigurationError, match="two different sizes"):
+        fit_network([(4, 1.0), (4, 1.1)])
+    # Noise may make a large collective look faster than a small one.
+    assert fit_network([(4, 2e-3), (1e3, 1e-3)]).bytes_per_s == float("inf")
+
+
+def test_an_exchange_by_itself_is_compressing_wire_and_decoding() -> None:
+    # 1.5 times 100 MB at 150 MB/s.
+    assert predict(dense(), machines(150 * MEGA)).exchange_s == pytest.approx(1.0)
+    # Three payloads of 0.5 MB; the last bucket's share follows the compressing, the others overlap with it.
+    found = predict(topk(compress_s=0.4, decompress_s=0.1), machines(15 * MEGA))
+    assert found.wire_s == pytest.approx(0.1)
+    assert found.exchange_s == pytest.approx(0.4 + 0.1 / 4 + 0.1)
+    assert topk().ratio == 0.005
+
+
+def test_what_overlaps_costs_nothing_but_the_last_bucket() -> None:
+    compute = Compute(forward_s=1.0, backward_s=2.0)
+    fast = predict(dense(), machines(1500 * MEGA), compute)
+    assert fast.step_s == pytest.approx(3.0 + 0.1 / 4)
+    slow = predict(dense(), machines(15 * MEGA), compute)
+    # The network begins when the first quarter of backward is done and is then busy for 10 s.
+    assert slow.step_s == pytest.approx(1.0 + 0.5 + 10.0)
+
+
+def test_the_ranking_and_its_sentence() -> None:
+    compute = Compute(1.0, 2.0)
+    methods = [dense(), topk(compress_s=0.1, decompress_s=0.1)]
+    slow = rank(methods, machines(15 * MEGA), compute)
+    assert [each.method.name for each in slow] == ["topk", "dense"]
+    assert slow[0].speed_up == pytest.approx(11.5 / (slow[0].step_s or 0))
+    assert "topk is best here" in advice(slow, compute)
+    fast = rank(methods, machines(1500 * MEGA), compute)
+    assert fast[0].method.name == "dense"
+    assert advice(fast, compute).startswith("dense is best here: the exchange hides behind backward")
+    costly = rank([dense(), topk(compress_s=9.0, decompress_s=1.0)], machines(15 * MEGA), compute)
+    assert advice(costly, compute) == "dense is best here: compressing takes as long as it saves on the network"
+    assert "--step-ms" in advice(rank(methods, machines(15 * MEGA)))
+    assert advice(rank([dense()], machines(15 * MEGA))).startswith("dense is best here")
+
+
+def test_other_collectives() -> None:
+    many = machines(15 * MEGA, Topology.even(64, nodes=8))
+    scattered = with_collective(topk(), "scatter_reduce", many)
+    assert scattered is not None
+    assert predict(scattered, many).wire_s < predict(topk(), many).wire_s
+    assert with_collective(topk(), "hierarchical", many) is not None
+    assert with_collective(topk(), "hierarchical", machines(15 * MEGA)) is None
+    assert with_collective(dense(), "scatter_reduce", many) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "size"),
+    [
+        ("resnet50", 161, 25_557_032),
+        ("vgg16", 32, 138_357_544),
+        ("bert-base", 199, 109_482_240),
+        ("gpt2", 148, 124_439_808),
+    ],
+)
+def test_the_models_are_as_large_as_they_are(name: str, tensors: int, size: int) -> None:
+    shapes = MODELS[name]()
+    assert (len(shapes), values(shapes)) == (tensors, size)
