@@ -94,7 +94,7 @@ class Sent:
 GRANULARITIES = ("layer", "bucket", "model")
 
 #: How payloads that cannot be added may meet.
-COLLECTIVES = ("allgather", "scatter_reduce", "hierarchical")
+COLLECTIVES = ("allgather", "scatter_reduce", "hierarchical", "auto")
 
 
 class Door(Protocol):
@@ -147,7 +147,8 @@ class Compressor:
         collective: how payloads that cannot be added meet. "allgather": every worker gets all payloads.
             "scatter_reduce": each worker adds up its share of the elements, compresses the sums and sends them to all;
             about two payloads a worker, however many they are. "hierarchical": gradients are added on each node,
-            whose workers exchange a share each with the other nodes.
+            whose workers exchange a share each with the other nodes. "auto": for each bucket what the cost model
+            finds cheapest, a dense exchange included. See docs/scaling.md.
 
     A subclass gives `encode` and `decode_add`; one whose payloads may be added says so (`meets`) and gives `summands`
     and `from_sum` as well; one that needs several rounds of its own gives `exchange`.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from hvd_gradcomp.collectives import moves_fewer_bytes
 from hvd_gradcomp.compressors import BF16, FP16, Compressor, NoCompression
 from hvd_gradcomp.engine.buckets import Parameter
+from hvd_gradcomp.engine.choosing import Chooser
 from hvd_gradcomp.engine.passage import KIND_BYTES
 from hvd_gradcomp.engine.units import units_of
 from hvd_gradcomp.errors import ConfigurationError
@@ -20,7 +21,11 @@ _UNCHANGED = NoCompression()
 
 
 def choose(
-    compressor: Compressor, parameters: Sequence[Parameter], workers: int, nodes: Sequence[int]
+    compressor: Compressor,
+    parameters: Sequence[Parameter],
+    workers: int,
+    nodes: Sequence[int],
+    chooser: Chooser | None = None,
 ) -> tuple[Compressor, str]:
     """The method, `compressor` or a dense one, and how its payloads meet.
 
@@ -28,6 +33,7 @@ def choose(
         parameters: those of a bucket that have a gradient.
         workers: how many exchange.
         nodes: the number of workers on each node; empty where nobody asked, or where it does not matter.
+        chooser: what `collective="auto"` goes by.
     """
     if compressor.meets != "gather":
         return compressor, "allgather"
@@ -35,6 +41,12 @@ def choose(
     payload = sum(compressor.expected_bytes(unit.size) for unit in units)
     dense = float(sum(KIND_BYTES[parameter.kind] * parameter.size for parameter in parameters))
     collective = compressor.collective
+    if collective == "auto" and chooser is not None:
+        may_add = compressor.memory.is_linear and not compressor.votes
+        collective = chooser.cheapest(payload, dense, may_add)
+        if collective != "dense":
+            return compressor, collective
+        return (compressor if compressor.votes else dense_for(parameters)), "allgather"
     if collective == "hierarchical":
         # With one worker on each node there is nothing to add up first; on a single node, nothing in between.
         collective, workers = (collective, len(nodes)) if nodes else ("allgather", workers)
@@ -67,6 +79,11 @@ def require_collective(compressor: Compressor) -> None:
             raise ConfigurationError(
                 f"{each}: a scale that lasts belongs to a whole tensor, and collective={each.collective} compresses "
                 "shares of it: leave out decay and every, or collective"
+            )
+        if each.collective == "hierarchical" and each.votes:
+            raise ConfigurationError(
+                f"{each}: collective=hierarchical adds the gradients of a node, and here each worker has a vote of its "
+                "own: take collective=scatter_reduce"
             )
         if each.collective == "hierarchical" and not each.memory.is_linear:
             raise ConfigurationError(

@@ -19,10 +19,12 @@ from hvd_gradcomp.engine.adaptation import Adaptation
 from hvd_gradcomp.engine.agreement import compare_settings, settings_message
 from hvd_gradcomp.engine.buckets import BUCKET_BYTES, Bucket, Parameter, buckets_of
 from hvd_gradcomp.engine.choice import choose, dense_for, require_collective
+from hvd_gradcomp.engine.choosing import Chooser, make_chooser
 from hvd_gradcomp.engine.nodes import NodePassage, Nodes
 from hvd_gradcomp.engine.passage import KIND_BYTES, Passage
+from hvd_gradcomp.engine.segments import least_bucket_bytes
 from hvd_gradcomp.errors import ConfigurationError
-from hvd_gradcomp.ops import Array, Ops, ops_for
+from hvd_gradcomp.ops import Array, ops_for
 from hvd_gradcomp.telemetry import BucketCounters, Counters
 
 
@@ -47,7 +49,8 @@ class Engine:
         transport: among whom.
         average: divide the sum by the number of workers.
         options: further settings that must agree between workers, for the error when they do not.
-        bucket_bytes: see `plan_buckets`; with granularity "model" there is one bucket, whatever this and `groups` say.
+        bucket_bytes: see `plan_buckets`; with granularity "model" there is one bucket, whatever this and `groups` say,
+            and with `collective="scatter_reduce"` they are as large as many owners need.
         groups: see `plan_buckets`.
         scope: precedes the names of collectives, to tell apart engines whose parameters have equal names.
         settings_name: the collective in which workers compare their settings; by default one of its own. It has to be
@@ -58,6 +61,7 @@ class Engine:
             each, of which "residual" is what has not been sent yet, and what a method keeps for its own exchange.
         counters: what was sent, for each bucket.
         adaptation: what the compressor is at each step.
+        chooser: what `collective="auto"` goes by; None before the first step, and with other collectives.
     """
 
     def __init__(
@@ -84,6 +88,9 @@ class Engine:
         self.counters = Counters()
         if compressor.granularity == "model":
             bucket_bytes, groups = sum(KIND_BYTES["float32"] * each.size for each in self.parameters), None
+        for each in compressor.members() if compressor.granularity != "model" else ():
+            if each.collective == "scatter_reduce":
+                bucket_bytes = max(bucket_bytes, least_bucket_bytes(each, transport.workers))
         self.buckets = buckets_of(compressor, self.parameters, bucket_bytes, groups)
         self._bucket_of = {parameter.name: bucket for bucket in self.buckets for parameter in bucket.parameters}
         # Bucket index -> exchanges begun; and how many had been when the state was saved that this engine began with.
@@ -99,9 +106,10 @@ class Engine:
         # the same bucket after it, so what holds in a step must not depend on that moment.
         self._settled_workers = 0
         self._nodes: Nodes | None = None
+        self.chooser: Chooser | None = None
         # Buckets that wait for the agreement, in the first step only.
         self._postponed: list[tuple[Bucket, Mapping[str, Array | None]]] = []
-        self._agreement: tuple[Any, Ops] | None = None
+        self._agreement: tuple[Any, Array] | None = None
 
     @property
     def compressor(self) -> Compressor:
@@ -219,10 +227,21 @@ class Engine:
         for flight in flights:
             self.transport.wait(flight.handle)
 
+    def shares(self) -> list[tuple[int, int, tuple[str, ...]]]:
+        """What this worker may keep for shares only, when workers have agreed: its number, the owners, the parts."""
+        found = []
+        memory, collective = self.compressor.memory, self.compressor.collective
+        if collective in ("scatter_reduce", "auto"):
+            found.append((self.transport.rank, self.transport.workers, memory.of_owner().parts))
+        nodes = self._nodes
+        if nodes is not None and nodes.is_useful and nodes.share < nodes.owners:
+            found.append((nodes.share, nodes.owners, memory.parts))
+        return found
+
     @property
     def _asks_nodes(self) -> bool:
         """Whether it matters which workers share a node."""
-        return any(each.collective == "hierarchical" for each in self.compressor.members())
+        return any(each.collective in ("hierarchical", "auto") for each in self.compressor.members())
 
     # -- one bucket ---------------------------------------------------------------------------------------------------
 
@@ -295,7 +314,7 @@ class Engine:
             # A policy's choice.
             return dense_for(parameters), "allgather"
         nodes = self._nodes.sizes if self._nodes is not None and self._nodes.is_useful else ()
-        method, collective = choose(compressor, parameters, self.transport.workers, nodes)
+        method, collective = choose(compressor, parameters, self.transport.workers, nodes, self.chooser)
         counters.fallbacks += method is not compressor
         return method, collective
 
@@ -329,7 +348,7 @@ class Engine:
             **self.options,
         }
         request = Allgather(settings_message(ops, settings, like, self.step, self.adaptation.state))
-        self._agreement = (self.transport.start(request, self._settings_name), ops)
+        self._agreement = (self.transport.start(request, self._settings_name), like)
 
     def meet_again(self) -> None:
         """Compare settings anew before the next step, on all workers: equally many may be others than before."""
@@ -343,7 +362,8 @@ class Engine:
         """
         if self._agreement is None:
             return
-        (handle, ops), self._agreement = self._agreement, None
+        (handle, like), self._agreement = self._agreement, None
+        ops = ops_for(like)
         gathered = self.transport.wait(handle)
         step, state = compare_settings(ops, gathered, self.transport.ranks, self.transport.rank)
         # A worker that joined just now takes over what those that go on have found out.
@@ -351,7 +371,11 @@ class Engine:
         self._steps = {bucket.index: step + 1 for bucket in self.buckets}
         self._agreed_workers = self.transport.workers
         if self._asks_nodes:
-            self._nodes = Nodes(self.transport)
+            auto = all(each.collective != "hierarchical" for each in self.compressor.members())
+            measured = any(each.collective == "auto" for each in self.compressor.members())
+            self._nodes = Nodes(self.transport, needed=not auto)
+            if measured:
+                self.chooser = make_chooser(self.transport, self._nodes, self._settings_name, like)
         postponed, self._postponed = self._postponed, []
         for bucket, gradients in postponed:
             self._launch(bucket, gradients)

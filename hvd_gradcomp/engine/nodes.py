@@ -25,7 +25,7 @@ from hvd_gradcomp.compressors import Compressor
 from hvd_gradcomp.engine.adaptation import Adaptation
 from hvd_gradcomp.engine.buckets import Parameter
 from hvd_gradcomp.engine.passage import Home, Passage, Totals
-from hvd_gradcomp.errors import GradcompError, PayloadError
+from hvd_gradcomp.errors import GradcompError, PayloadError, UnsupportedError
 from hvd_gradcomp.feedback.shares import join_shares, own_parts, share_of, share_size, shared_part, whole_parts
 from hvd_gradcomp.ops import Array, ops_for
 from hvd_gradcomp.telemetry import BucketCounters
@@ -42,6 +42,7 @@ class Nodes:
 
     Args:
         transport: among all workers.
+        needed: whether it is an error if process sets cannot be made; else `is_useful` says so.
 
     Attributes:
         sizes: the number of workers on each node.
@@ -51,22 +52,25 @@ class Nodes:
         across: the transport among the owners of this worker's share.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, needed: bool = True) -> None:
         nodes = transport.nodes()
         self.sizes = tuple(len(node) for node in nodes)
         self.owners = min(self.sizes)
         mine = next(node for node in nodes if transport.rank in node)
         self.share = mine.index(transport.rank)
         self.local = self.across = transport
-        if self.is_useful:
+        #: Whether there is more than one node, and one of more than one worker.
+        self.is_useful = len(self.sizes) > 1 and max(self.sizes) > 1
+        if not self.is_useful:
+            return
+        try:
             self.local = transport.part(nodes)
             sharing = [sorted(node[share] for node in nodes) for share in range(self.owners)]
             self.across = transport.part([*sharing, *([rank] for node in nodes for rank in node[self.owners :])])
-
-    @property
-    def is_useful(self) -> bool:
-        """Whether there is more than one node, and one of more than one worker."""
-        return len(self.sizes) > 1 and max(self.sizes) > 1
+        except UnsupportedError:
+            if needed:
+                raise
+            self.is_useful = False
 
     @property
     def collective(self) -> str:

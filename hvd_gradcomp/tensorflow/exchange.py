@@ -17,6 +17,7 @@ import tensorflow as tf
 from horovod.common.util import split_list
 
 from hvd_gradcomp.engine import Engine, Parameter
+from hvd_gradcomp.feedback.shares import share_size, shared_part
 from hvd_gradcomp.ops import ops_for
 from hvd_gradcomp.tensorflow.direct import Direct
 from hvd_gradcomp.tensorflow.graphs import call
@@ -64,6 +65,7 @@ class GradientExchange:
             [self.paths[place] for place in self.compressed],
             sorted({part for each in settings.compressor.members() for part in each.memory.parts}),
         )
+        self._shares_known = False
         # Two graphs that share this exchange may run at the same time.
         self._lock = threading.Lock()
 
@@ -181,12 +183,28 @@ class GradientExchange:
                 # Loss scaling skips the whole step if an uncompressed gradient is not finite: tell all workers.
                 first = gradients[names[0]]
                 gradients[names[0]] = ops_for(first).zeros(len(first), "float32", first) + float("nan")
+            self._create_shares()
             self._take_state()
             for parameter in self.engine.parameters:
                 self.engine.submit(parameter.name, gradients.get(parameter.name))
             results = self.engine.finish()
             self.residuals.write(self.engine.state, self.engine.step, self.engine.policy_state)
             return [*(results[name] for name in names), True]
+
+    def _create_shares(self) -> None:
+        """Make the variables of what this worker keeps as an owner, as soon as it is known what it owns."""
+        if self._shares_known:
+            return
+        self._shares_known = True
+        engine, compressor = self.engine, self.settings.compressor
+        if compressor.collective == "allgather":
+            return
+        kept: dict[str, dict[str, int]] = {each.name: {} for each in engine.parameters}
+        for owner, owners, parts in engine.shares():
+            for each in engine.parameters:
+                size = share_size(each.name, each.size, owner, owners)
+                kept[each.name] |= {shared_part(part, owner, owners): size for part in parts}
+        self.residuals.create(kept)
 
     def _take_state(self) -> None:
         """Let the engine go on from the variables: what the last step left there, or a checkpoint put there."""

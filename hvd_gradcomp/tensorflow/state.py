@@ -6,8 +6,9 @@ asks for them first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -15,6 +16,7 @@ import tensorflow as tf
 from hvd_gradcomp.ops import Array
 from hvd_gradcomp.tensorflow.host import is_on_host, own, view
 
+_Made = TypeVar("_Made")
 _ATTRIBUTE = "_hvd_gradcomp_kept"
 # The engine's name for what has not been sent yet.
 _RESIDUAL = "residual"
@@ -46,12 +48,17 @@ class Kept(tf.Module):
         self.in_use: frozenset[str] = frozenset()
         self.create([_RESIDUAL])
 
-    def create(self, parts: Sequence[str]) -> None:
-        """Make the variables of these parts of a memory: zero, or as a checkpoint says that was restored before."""
+    def create(self, parts: Iterable[str] | Mapping[str, int]) -> None:
+        """Make the variables of these parts of a memory: zero, or as a checkpoint says that was restored before.
+
+        Args:
+            parts: their names; with their sizes where they are not those of the variable.
+        """
+        sizes = parts if isinstance(parts, Mapping) else dict.fromkeys(parts, self._size)
         with tf.device(self._device):
-            for part in parts:
+            for part, size in sizes.items():
                 if part not in self.parts:
-                    self.parts[part] = tf.Variable(tf.zeros([self._size]), trainable=False, name=part)
+                    self.parts[part] = tf.Variable(tf.zeros([size]), trainable=False, name=part)
 
     @property
     def residual(self) -> tf.Variable:
@@ -102,10 +109,17 @@ class Residuals(tf.Module):
 
     def __init__(self, variables: Sequence[tf.Variable], paths: Sequence[str], parts: Sequence[str] = ()) -> None:
         super().__init__()
-        # A function that is being traced would be traced once more if it saw a new variable on its own thread.
-        with ThreadPoolExecutor(1) as thread:
-            kept = thread.submit(lambda: [_kept_of(variable, parts) for variable in variables]).result()
+        kept = _outside_graphs(lambda: [_kept_of(variable, parts) for variable in variables])
         self.by_path = dict(zip(paths, kept, strict=True))
+
+    def create(self, parts: Mapping[str, Mapping[str, int]]) -> None:
+        """Make further variables, so that a checkpoint that holds them finds them: path -> part -> its size."""
+
+        def make() -> None:
+            for path, sizes in parts.items():
+                self.by_path[path].create(sizes)
+
+        _outside_graphs(make)
 
     def read(self) -> tuple[dict[str, dict[str, Array]], int]:
         """Copies of what there is, path -> part -> array, and the step, which schedules and shared draws go by."""
@@ -127,6 +141,12 @@ class Residuals(tf.Module):
             # It changes now and then only, and most often there is none.
             for each in self.by_path.values():
                 each.policy.assign(np.array(policy, np.float64))
+
+
+def _outside_graphs(make: Callable[[], _Made]) -> _Made:
+    # A function that is being traced would be traced once more if it saw a new variable on its own thread.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 def _kept_of(variable: tf.Variable, parts: Sequence[str]) -> Kept:

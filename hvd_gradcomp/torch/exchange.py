@@ -15,6 +15,7 @@ from horovod.torch import mpi_ops
 from hvd_gradcomp.compressors import Compressor
 from hvd_gradcomp.engine import Engine, Parameter
 from hvd_gradcomp.errors import ConfigurationError
+from hvd_gradcomp.feedback.shares import plain_part
 from hvd_gradcomp.telemetry import Counters
 from hvd_gradcomp.torch.gradients import all_finite, owns_its_memory, sparse_dims
 from hvd_gradcomp.torch.transport import HorovodTransport, wait
@@ -251,7 +252,8 @@ class GradientExchange:
     def _frozen(self, p: torch.Tensor, name: str) -> torch.Tensor:
         """What a parameter that was frozen after the start sends: nothing, and its memory waits for its return."""
         parts = self.engine.state.get(name, {})
-        self._set_aside[name] = {part: parts.pop(part) for part in self.compressor_of(p).memory.parts if part in parts}
+        kept = [part for part in parts if plain_part(part) in self.compressor_of(p).memory.parts]
+        self._set_aside[name] = {part: parts.pop(part) for part in kept}
         return torch.zeros_like(p.grad)
 
     def _add_what_is_owed(self, parameters: list[torch.Tensor]) -> None:
