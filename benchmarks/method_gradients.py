@@ -6,13 +6,12 @@ of the text of Python's own standard library. No training with compression, see 
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from characters import Characters, standard_library_text
 from in_process import Workers
 from torch import nn
 from train import load_data, make_model
@@ -37,8 +36,7 @@ def capture_digits() -> list[Gradients]:
 
 def capture_characters() -> list[Gradients]:
     """The same of a transformer of 0.8 million parameters on the text of the standard library."""
-    text = "".join(path.read_text(errors="ignore") for path in sorted(Path(re.__file__).parent.parent.glob("*.py")))
-    codes = torch.tensor([min(ord(each), 127) for each in text[:400_000]])
+    codes = standard_library_text(400_000)
     torch.manual_seed(0)
     model = Characters()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -48,22 +46,6 @@ def capture_characters() -> list[Gradients]:
         return F.cross_entropy(model(pieces[:, :-1]).flatten(0, 1), pieces[:, 1:].flatten())
 
     return captured(model, optimizer, loss, len(codes) - 65)
-
-
-class Characters(nn.Module):
-    """A causal transformer of four layers over ASCII."""
-
-    def __init__(self, width: int = 128) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(128, width)
-        self.places = nn.Parameter(torch.randn(64, width) * 0.02)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-        self.out = nn.Linear(width, 128)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        return self.out(self.layers(self.embed(x) + self.places, mask=mask, is_causal=True))
 
 
 def captured(

@@ -1,6 +1,4 @@
-"""docs/methods-measured.md from what benchmarks/methods.py has measured. What is written between marks is the command's
-own; the notes around it are written by hand and stay.
-"""
+"""The two tables of docs/methods-measured.md from what benchmarks/methods.py has measured, each between its marks."""
 
 from __future__ import annotations
 
@@ -8,8 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-BEGIN = "<!-- from here to the end mark: written by benchmarks/methods.py -->"
-END = "<!-- end of what is written by benchmarks/methods.py -->"
+from documents import replace_part
 
 #: Results of a method on gradients: name of the training -> what was measured.
 OnGradients = dict[str, dict[str, float]]
@@ -18,22 +15,18 @@ InTraining = dict[str, dict[str, float]]
 
 
 def write(page: Path, gradients: dict[str, OnGradients], training: InTraining, notes: dict[str, str]) -> None:
-    """Put the two tables between the marks of `page`.
+    """Put the two tables into `page`; what is written around their marks by hand stays.
 
     Args:
         notes: spec -> a remark, for the methods to list, in order.
     """
-    before, rest = page.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    lines = [BEGIN, "", *gradient_table(gradients, notes), "", *training_table(training, notes), "", END]
-    page.write_text(before + "\n".join(lines) + after)
+    replace_part(page, "gradients", "\n".join(gradient_table(gradients, notes)))
+    replace_part(page, "training", "\n".join(training_table(training, notes)))
 
 
 def gradient_table(found: dict[str, OnGradients], specs: Sequence[str] | dict[str, str]) -> list[str]:
     """Bits, error, cosine and time of each method."""
     lines = [
-        "## On real gradients",
-        "",
         "| method | bits | error | cosine | ms | bits | error | cosine | ms |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
@@ -51,8 +44,6 @@ def gradient_table(found: dict[str, OnGradients], specs: Sequence[str] | dict[st
 def training_table(found: InTraining, notes: dict[str, str]) -> list[str]:
     """The accuracies of each method beside those without compression, of the same seeds."""
     lines = [
-        "## In training",
-        "",
         "| epochs | method | seeds | accuracy, mean | lowest | against none | sent | |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]

@@ -253,7 +253,7 @@ def parse_arguments() -> argparse.Namespace:
         type=spec,
         default="topk-int8",
         metavar="SPEC",
-        help="none, fp16, topk-int8 or a spec such as 'topk(ratio=0.001) >> int8' (default: %(default)s)",
+        help="none, fp16, topk-int8, gravac or a spec such as 'topk(ratio=0.001) >> int8' (default: %(default)s)",
     )
     parser.add_argument("--local-steps", type=positive_integer, metavar="H", help="local SGD: meet every H steps")
     parser.add_argument("--diloco", action="store_true", help="with --local-steps: Nesterov momentum between meetings")

@@ -6,6 +6,7 @@ several rounds cannot deadlock. No framework is imported here; a door hands in t
 """
 
 from hvd_gradcomp.collectives.choice import moves_fewer_bytes
+from hvd_gradcomp.collectives.measuring import agree, configured_network, measure
 from hvd_gradcomp.collectives.summing import add
 from hvd_gradcomp.collectives.topology import node_key, nodes_of, process_set_of
 from hvd_gradcomp.collectives.transport import Allgather, Allreduce, Alltoall, Confirm, Exchange, Request, Transport
@@ -19,6 +20,9 @@ __all__ = [
     "Request",
     "Transport",
     "add",
+    "agree",
+    "configured_network",
+    "measure",
     "moves_fewer_bytes",
     "node_key",
     "nodes_of",

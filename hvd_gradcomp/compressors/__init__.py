@@ -1,6 +1,8 @@
 """The algorithms, one family a file, written once against `ops`; no framework is imported here."""
 
+from hvd_gradcomp.compressors.adaptive import Accordion, Adaptive, GraVAC, Scheduled
 from hvd_gradcomp.compressors.base import Compressor, Context
+from hvd_gradcomp.compressors.calibrated import Calibrated
 from hvd_gradcomp.compressors.cast import BF16, FP16, NoCompression
 from hvd_gradcomp.compressors.chain import Chain, Sparsifier, ValueCode
 from hvd_gradcomp.compressors.dgc import DGC
@@ -12,6 +14,7 @@ from hvd_gradcomp.compressors.nonuniform import Dynamic8
 from hvd_gradcomp.compressors.powersgd import PowerSGD
 from hvd_gradcomp.compressors.qsgd import QSGD
 from hvd_gradcomp.compressors.randomk import RandomK
+from hvd_gradcomp.compressors.rules import Rule, Rules
 from hvd_gradcomp.compressors.shared_terngrad import SharedTernGrad
 from hvd_gradcomp.compressors.signs import OneBit, ScaledSign, Sign
 from hvd_gradcomp.compressors.sketch import CountSketch
@@ -25,12 +28,16 @@ __all__ = [
     "DGC",
     "FP16",
     "QSGD",
+    "Accordion",
+    "Adaptive",
+    "Calibrated",
     "Chain",
     "Compression",
     "Compressor",
     "Context",
     "CountSketch",
     "Dynamic8",
+    "GraVAC",
     "Int8",
     "Linear",
     "Natural",
@@ -38,7 +45,10 @@ __all__ = [
     "OneBit",
     "PowerSGD",
     "RandomK",
+    "Rule",
+    "Rules",
     "ScaledSign",
+    "Scheduled",
     "SharedTernGrad",
     "Sign",
     "Sparsifier",

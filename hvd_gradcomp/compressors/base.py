@@ -14,6 +14,7 @@ from hvd_gradcomp.collectives import Exchange, Transport
 from hvd_gradcomp.errors import ConfigurationError, NonFiniteError, UnsupportedError
 from hvd_gradcomp.feedback import ErrorFeedback, Memory, NoMemory
 from hvd_gradcomp.ops import Array, Ops, ops_for
+from hvd_gradcomp.policy import Policy
 from hvd_gradcomp.wire.parts import Reader
 
 _Result = TypeVar("_Result")
@@ -28,6 +29,8 @@ class Context:
         workers: how many workers exchange.
         name: the parameter's name, the same on all workers.
         step: how many exchanges this parameter has had, the same on all workers.
+        state: what a value code kept of this tensor in its last step, by part; never to be changed in place.
+        kept: where a value code puts what it wants to find there in the next step.
         candidates: what `ops.correct` found in the vector to compress when asked for the compressor's `wanted(size)`.
     """
 
@@ -36,6 +39,8 @@ class Context:
     name: str = ""
     step: int = 0
     candidates: object = field(default=None, compare=False, repr=False)
+    state: Mapping[str, Array] = field(default_factory=dict, compare=False, repr=False)
+    kept: dict[str, Array] = field(default_factory=dict, compare=False, repr=False)
 
     def key(self, seed: int) -> int:
         """64 bits for `Ops.uniform`: draws of this worker's own, new at every step."""
@@ -89,7 +94,7 @@ class Sent:
 GRANULARITIES = ("layer", "bucket", "model")
 
 #: How payloads that cannot be added may meet.
-COLLECTIVES = ("allgather", "scatter_reduce", "hierarchical")
+COLLECTIVES = ("allgather", "scatter_reduce", "hierarchical", "auto")
 
 
 class Door(Protocol):
@@ -142,7 +147,8 @@ class Compressor:
         collective: how payloads that cannot be added meet. "allgather": every worker gets all payloads.
             "scatter_reduce": each worker adds up its share of the elements, compresses the sums and sends them to all;
             about two payloads a worker, however many they are. "hierarchical": gradients are added on each node,
-            whose workers exchange a share each with the other nodes.
+            whose workers exchange a share each with the other nodes. "auto": for each bucket what the cost model
+            finds cheapest, a dense exchange included. See docs/scaling.md.
 
     A subclass gives `encode` and `decode_add`; one whose payloads may be added says so (`meets`) and gives `summands`
     and `from_sum` as well; one that needs several rounds of its own gives `exchange`.
@@ -186,6 +192,37 @@ class Compressor:
     def at(self, step: int) -> Compressor:
         """What this compressor is at exchange number `step` (from 0); itself, unless it follows a schedule."""
         return self
+
+    def of(self, name: str, shape: tuple[int, ...] | None) -> Compressor:
+        """What compresses the parameter `name` of that shape; itself, unless it is a set of rules or a policy."""
+        return self
+
+    def members(self) -> tuple[Compressor, ...]:
+        """All that `of` may return."""
+        return (self,)
+
+    def with_ratio(self, ratio: float) -> Compressor:
+        """The same method, sending about the fraction `ratio` (0 < ratio <= 1) of the values (or of their bits).
+
+        What was not sent before the change stays in the residual and is sent later.
+
+        Raises:
+            ConfigurationError: this method has nothing to set.
+        """
+        raise ConfigurationError(
+            f"{self} has no ratio that a policy or a schedule could change: use it with a sparsifier such as "
+            "topk >> int8, or with int8, linear or qsgd, whose number of bits follows the ratio"
+        )
+
+    @property
+    def learns(self) -> bool:
+        """Whether it keeps something of a tensor for the next step, by `Context.kept`."""
+        return False
+
+    @property
+    def adapts(self) -> Policy | None:
+        """The policy that changes the ratio while training runs, if there is one."""
+        return None
 
     # -- for the engine ---------------------------------------------------------------------------------------------
 

@@ -178,6 +178,13 @@ class Chain(Compressor):
     def at(self, step: int) -> Compressor:
         return self.sparsifier.at(step) >> self.code
 
+    def with_ratio(self, ratio: float) -> Compressor:
+        return self.sparsifier.with_ratio(ratio) >> self.code
+
+    @property
+    def learns(self) -> bool:
+        return self.code.learns
+
     def encode(self, ops: Ops, x: Array, context: Context) -> tuple[Array, Array]:
         return encode_sparse(ops, x, self.sparsifier, self.code, context)
 

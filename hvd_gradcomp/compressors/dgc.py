@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from hvd_gradcomp.compressors.base import Context
+from hvd_gradcomp.compressors.base import Compressor, Context
 from hvd_gradcomp.compressors.topk import TopK
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.feedback import Memory, MomentumCorrection
@@ -48,6 +48,10 @@ class DGC(TopK):
         super().__post_init__()
         if isinstance(self.warmup_steps, bool) or not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
             raise ConfigurationError(f"warmup_steps must be a number of steps >= 0, got {self.warmup_steps!r}")
+
+    def with_ratio(self, ratio: float) -> Compressor:
+        # Whoever sets the ratio has taken the warm-up into their own hands.
+        return replace(self, ratio=ratio, warmup_steps=0)
 
     def at(self, step: int) -> TopK:
         ratio = self.ratio

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hvd_gradcomp.compressors.base import Context
+from hvd_gradcomp.compressors.base import Compressor, Context
 from hvd_gradcomp.compressors.blocks import length_of
 from hvd_gradcomp.compressors.chain import ValueCode
-from hvd_gradcomp.compressors.linear import Linear
+from hvd_gradcomp.compressors.linear import Linear, bits_for
 from hvd_gradcomp.ops import Array, Ops
 
 
@@ -35,6 +35,16 @@ class Int8(ValueCode):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._linear()
+
+    def with_ratio(self, ratio: float) -> Compressor:
+        return Linear(
+            bits=bits_for(ratio),
+            block=self.block,
+            memory=self.memory,
+            dense_below=self.dense_below,
+            granularity=self.granularity,
+            collective=self.collective,
+        )
 
     def value_bits(self) -> float:
         return 8 + 32 / length_of(self.block)

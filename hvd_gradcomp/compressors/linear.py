@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from hvd_gradcomp.compressors.base import Context
+from hvd_gradcomp.compressors.base import Compressor, Context
 from hvd_gradcomp.compressors.blocks import LARGEST, block_max, check_block, length_of, usable
 from hvd_gradcomp.compressors.chain import ValueCode
 from hvd_gradcomp.errors import ConfigurationError
@@ -62,6 +62,9 @@ class Linear(ValueCode):
             raise ConfigurationError(f"rounding must be 'nearest' or 'stochastic', got {self.rounding!r}")
         check_seed(self.seed)
 
+    def with_ratio(self, ratio: float) -> Compressor:
+        return replace(self, bits=bits_for(ratio))
+
     def value_bits(self) -> float:
         return self.bits + 32 / length_of(self.block)
 
@@ -108,6 +111,11 @@ def quantize(
         levels = low + ops.cast(rises, "float32")
     levels = ops.where(each > 0, ops.clip(levels, -most, most), 0.0)
     return levels, levels * each
+
+
+def bits_for(ratio: float) -> int:
+    """The bits of a level, 2 to 8, that come nearest to the fraction `ratio` of a float32 from below."""
+    return min(8, max(2, int(32 * ratio + 1e-9)))
 
 
 def check_seed(seed: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hvd_gradcomp.compressors.adaptive import Accordion, GraVAC
+from hvd_gradcomp.compressors.calibrated import Calibrated
 from hvd_gradcomp.compressors.cast import BF16, FP16, NoCompression
 from hvd_gradcomp.compressors.dgc import DGC
 from hvd_gradcomp.compressors.int8 import Int8
@@ -31,6 +33,7 @@ class Compression:
     bf16 = BF16
     int8 = Int8
     linear = Linear
+    calibrated = Calibrated
     dynamic8 = Dynamic8
     natural = Natural
     qsgd = QSGD
@@ -46,3 +49,5 @@ class Compression:
     dgc = DGC
     powersgd = PowerSGD
     sketch = CountSketch
+    gravac = GraVAC
+    accordion = Accordion

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from statistics import NormalDist
 from typing import ClassVar
 
-from hvd_gradcomp.compressors.base import Context
+from hvd_gradcomp.compressors.base import Compressor, Context
 from hvd_gradcomp.compressors.blocks import LARGEST, Ratios, block_max, check_block, length_of, usable
 from hvd_gradcomp.compressors.chain import ValueCode
-from hvd_gradcomp.compressors.linear import check_seed, quantize
+from hvd_gradcomp.compressors.linear import bits_for, check_seed, quantize
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.feedback import Memory, NoMemory
 from hvd_gradcomp.ops import Array, Ops
@@ -63,6 +63,9 @@ class QSGD(ValueCode):
             raise ConfigurationError(f"norm must be 'l2' or 'max', got {self.norm!r}")
         check_block(self.bucket, "bucket")
         check_seed(self.seed)
+
+    def with_ratio(self, ratio: float) -> Compressor:
+        return replace(self, levels=(1 << (bits_for(ratio) - 1)) - 1)
 
     def value_bits(self) -> float:
         bucket = length_of(self.bucket)

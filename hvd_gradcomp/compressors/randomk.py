@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from hvd_gradcomp.compressors.base import Context
+from hvd_gradcomp.compressors.base import Compressor, Context
 from hvd_gradcomp.compressors.chain import Sparsifier
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.feedback.memory import number, require_number
@@ -59,6 +59,9 @@ class RandomK(Sparsifier):
                 f"unbiased=True scales values by n/k, and {self.memory} would feed that back as an error n/k times too "
                 "large: pass memory=NoMemory() (memory=none in a spec), or leave unbiased out"
             )
+
+    def with_ratio(self, ratio: float) -> Compressor:
+        return replace(self, ratio=ratio)
 
     def kept(self, size: int) -> float:
         return min(size, math.ceil(self.ratio * size))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from hvd_gradcomp.collectives import Allreduce, Exchange, Transport
@@ -69,6 +69,9 @@ class CountSketch(Compressor):
             raise ConfigurationError(f"rows must be one of {_ROWS}, got {self.rows!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigurationError(f"seed must be an integer, got {self.seed!r}")
+
+    def with_ratio(self, ratio: float) -> Compressor:
+        return replace(self, ratio=ratio)
 
     def expected_bytes(self, size: int) -> float:
         return min(4 * size, 4 * (self.rows * self._columns(size) + self._kept(size)))

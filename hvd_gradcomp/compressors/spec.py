@@ -1,4 +1,7 @@
-"""Spec strings: `topk(ratio=0.01) >> int8` to a compressor, the reverse of `str(compressor)`."""
+"""Spec strings: `topk(ratio=0.01) >> int8` to a compressor, the reverse of `str(compressor)`.
+
+Policies and rules hold other compressors: `gravac(topk >> int8, theta_min=10)`, `rules(rule('*.bias', None), ...)`.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from hvd_gradcomp.compressors.adaptive import Accordion, GraVAC, Scheduled
 from hvd_gradcomp.compressors.base import Compressor
 from hvd_gradcomp.compressors.names import Compression
+from hvd_gradcomp.compressors.rules import Rule, rules_of
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.feedback import ErrorFeedback, Memory, Momentum, MomentumCorrection, NoMemory
+from hvd_gradcomp.policy import ByEpoch, Exponential, Piecewise
 
 _COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     name: factory for name, factory in vars(Compression).items() if not name.startswith("_")
@@ -21,6 +27,19 @@ _MEMORIES: dict[str, Callable[..., Memory]] = {
     "dgc": MomentumCorrection,
     "momentum": Momentum,
 }
+# What holds compressors, and what these hold besides.
+_POLICIES: dict[str, Callable[..., Any]] = {
+    "gravac": GraVAC,
+    "accordion": Accordion,
+    "scheduled": Scheduled,
+    "rules": rules_of,
+}
+_PARTS: dict[str, Callable[..., Any]] = {
+    "rule": Rule,
+    "exponential": Exponential,
+    "piecewise": Piecewise,
+    "by_epoch": ByEpoch,
+}
 
 
 def register_spec(name: str, factory: Callable[..., Compressor]) -> None:
@@ -29,7 +48,7 @@ def register_spec(name: str, factory: Callable[..., Compressor]) -> None:
     Raises:
         ConfigurationError: `name` is no Python identifier, or is taken by another factory.
     """
-    if not name.isidentifier():
+    if not name.isidentifier() or name in _POLICIES:
         raise ConfigurationError(f"a spec name must be an identifier such as 'my_topk', got {name!r}")
     if _COMPRESSORS.setdefault(name, factory) is not factory:
         raise ConfigurationError(f"the spec name {name!r} is taken by {_COMPRESSORS[name]!r}; choose another")
@@ -40,13 +59,14 @@ def compression_from_spec(spec: str) -> Compressor:
 
     Args:
         spec: names of compressors with their arguments, joined by `>>`; a hyphen in a name counts as an underscore.
-            Examples: "none", "fp16", "topk-int8", "topk(ratio=0.001) >> int8", "topk(ratio=0.01, memory=none)".
+            Examples: "none", "fp16", "topk-int8", "topk(ratio=0.001) >> int8", "topk(ratio=0.01, memory=none)",
+            "gravac", "gravac(topk >> fp16, theta_max=100)", "scheduled(topk, piecewise((500,), (0.1, 0.01)))".
 
     Raises:
         ConfigurationError: the spec does not parse, or names what does not exist, or an argument is out of range.
     """
     # A hyphen between letters joins a name, as on a command line; before a digit it is a minus.
-    text = _HYPHEN.sub(r"\1_", spec.strip())
+    text = _HYPHEN.sub(lambda found: found[1] or f"{found[2]}_", spec.strip())
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:
@@ -54,7 +74,8 @@ def compression_from_spec(spec: str) -> Compressor:
     return _compressor(tree, spec)
 
 
-_HYPHEN = re.compile(r"\b([A-Za-z_]\w*)-(?=[A-Za-z_])")
+# Quoted patterns of names stay as they are.
+_HYPHEN = re.compile(r"""('[^']*'|"[^"]*")|\b([A-Za-z_]\w*)-(?=[A-Za-z_])""")
 _EXAMPLES = "examples: 'topk-int8', 'topk(ratio=0.001) >> int8', 'fp16', 'none'"
 
 
@@ -65,7 +86,7 @@ def _bad(spec: str) -> str:
 def _compressor(tree: ast.expr, spec: str) -> Compressor:
     if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.RShift):
         return _compressor(tree.left, spec) >> _compressor(tree.right, spec)
-    return _call(tree, _COMPRESSORS, "compressor", spec)
+    return _call(tree, {**_COMPRESSORS, **_POLICIES}, "compressor", spec)
 
 
 def _call(tree: ast.expr, known: dict[str, Callable[..., Any]], kind: str, spec: str) -> Any:
@@ -79,7 +100,8 @@ def _call(tree: ast.expr, known: dict[str, Callable[..., Any]], kind: str, spec:
         raise ConfigurationError(
             f"{_bad(spec)}: no {kind} is called {call.func.id!r}; known: {', '.join(sorted(known))}"
         )
-    arguments = [_value(each, spec) for each in call.args]
+    value = _nested if known[call.func.id] in (*_POLICIES.values(), *_PARTS.values()) else _value
+    arguments = [value(each, spec) for each in call.args]
     options: dict[str, Any] = {}
     for keyword in call.keywords:
         if keyword.arg is None:
@@ -88,12 +110,21 @@ def _call(tree: ast.expr, known: dict[str, Callable[..., Any]], kind: str, spec:
             raise ConfigurationError(f"{_bad(spec)}: {keyword.arg!r} is repeated in {ast.unparse(tree)!r}")
         is_memory = keyword.arg == "memory"
         options[keyword.arg] = (
-            _call(keyword.value, _MEMORIES, "memory", spec) if is_memory else _value(keyword.value, spec)
+            _call(keyword.value, _MEMORIES, "memory", spec) if is_memory else value(keyword.value, spec)
         )
     try:
         return known[call.func.id](*arguments, **options)
     except TypeError as error:
         raise ConfigurationError(f"{_bad(spec)}: {call.func.id} does not take these arguments: {error}") from None
+
+
+def _nested(tree: ast.expr, spec: str) -> Any:
+    """What a policy or a set of rules is given: a compressor, a part of its own, or a plain value."""
+    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id in _PARTS:
+        return _call(tree, _PARTS, "schedule or rule", spec)
+    if isinstance(tree, (ast.Call, ast.BinOp)) or (isinstance(tree, ast.Name) and tree.id in _COMPRESSORS):
+        return _compressor(tree, spec)
+    return _value(tree, spec)
 
 
 def _value(tree: ast.expr, spec: str) -> Any:

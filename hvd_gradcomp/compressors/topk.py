@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from hvd_gradcomp.compressors.base import Compressor, Context
@@ -47,6 +47,9 @@ class TopK(Sparsifier):
             raise ConfigurationError(f"ratio must be a number with 0 < ratio <= 1, got {self.ratio!r}")
         # 1, 1.0 and numpy's 1.0 are equal and have to look so too: workers compare specs.
         object.__setattr__(self, "ratio", float(self.ratio))
+
+    def with_ratio(self, ratio: float) -> Compressor:
+        return replace(self, ratio=ratio)
 
     def kept(self, size: int) -> float:
         return self.wanted(size)

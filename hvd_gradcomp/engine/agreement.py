@@ -13,18 +13,21 @@ from hvd_gradcomp.ops import Array, Ops
 
 #: bytes of the text, its checksum
 _HEADER = struct.Struct("<II")
-# Travels with the settings but need not be equal.
+# Travel with the settings but need not be equal.
 _STEP = "step"
+_STATE = "policy"
 
 
-def settings_message(ops: Ops, settings: Mapping[str, object], like: Array, step: int = 0) -> Array:
-    """This worker's settings and step as uint8, for an allgather."""
-    text = json.dumps({**settings, _STEP: step}, sort_keys=True).encode()
+def settings_message(
+    ops: Ops, settings: Mapping[str, object], like: Array, step: int = 0, state: Sequence[float] = ()
+) -> Array:
+    """This worker's settings, step and the state of its policy as uint8, for an allgather."""
+    text = json.dumps({**settings, _STEP: step, _STATE: list(state)}, sort_keys=True).encode()
     return ops.from_host(_HEADER.pack(len(text), zlib.crc32(text)) + text, like)
 
 
-def compare_settings(ops: Ops, gathered: Array, ranks: Sequence[int], mine: int) -> int:
-    """Check that all workers sent the settings that this one sent, and find the step from which all go on.
+def compare_settings(ops: Ops, gathered: Array, ranks: Sequence[int], mine: int) -> tuple[int, tuple[float, ...]]:
+    """Check that all workers sent the settings that this one sent, and find the step and state from which all go on.
 
     Args:
         gathered: uint8, what an allgather of `settings_message` returned.
@@ -32,7 +35,7 @@ def compare_settings(ops: Ops, gathered: Array, ranks: Sequence[int], mine: int)
         mine: this worker's place among them.
 
     Returns:
-        The largest step of any worker.
+        The largest step of any worker, and the state of the policy of the first such worker.
 
     Raises:
         ConfigurationError: some did not; the message names each rank and the settings in which it differs.
@@ -46,6 +49,7 @@ def compare_settings(ops: Ops, gathered: Array, ranks: Sequence[int], mine: int)
     if data:
         raise PayloadError(f"rank {ranks[-1]} sent settings with {len(data)} bytes too many: {_ADVICE}")
     steps = [int(message.pop(_STEP)) for message in messages]
+    states = [tuple(map(float, message.pop(_STATE))) for message in messages]
     own = messages[mine]
     differences = [
         f"rank {rank} has {key} = {theirs.get(key)!r}, rank {ranks[mine]} has {own.get(key)!r}"
@@ -58,7 +62,7 @@ def compare_settings(ops: Ops, gathered: Array, ranks: Sequence[int], mine: int)
             f"workers were given different settings: {'; '.join(differences)}. "
             "Give every worker the same compression, parameters and Horovod options"
         )
-    return max(steps)
+    return max(steps), states[steps.index(max(steps))]
 
 
 _ADVICE = "check that all workers run the same version of hvd_gradcomp, then the network and memory of that worker"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from hvd_gradcomp.compressors import Compressor
 
 # Large enough that a collective's fixed cost does not show, small enough to overlap with the backward pass.
 BUCKET_BYTES = 16 * 2**20
@@ -75,6 +77,21 @@ def plan_buckets(
         parts[-1].append(parameter)
         filled += 4 * parameter.size
     return _numbered(parts)
+
+
+def buckets_of(
+    compressor: Compressor,
+    parameters: Sequence[Parameter],
+    bucket_bytes: int,
+    groups: Iterable[Iterable[str]] | None,
+) -> tuple[Bucket, ...]:
+    """Buckets of parameters that have one compressor in common."""
+    alike: dict[Compressor, list[Parameter]] = {}
+    for parameter in parameters:
+        alike.setdefault(compressor.of(parameter.name, parameter.shape), []).append(parameter)
+    named = None if groups is None else [list(group) for group in groups]
+    found = [bucket for each in alike.values() for bucket in plan_buckets(each, bucket_bytes, named)]
+    return tuple(replace(bucket, index=index) for index, bucket in enumerate(found))
 
 
 def _numbered(parts: list[list[Parameter]]) -> tuple[Bucket, ...]:

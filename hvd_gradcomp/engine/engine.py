@@ -13,20 +13,19 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from hvd_gradcomp.collectives import Allgather, Confirm, Request, Transport, moves_fewer_bytes
-from hvd_gradcomp.compressors import BF16, FP16, Compressor, NoCompression
+from hvd_gradcomp.collectives import Allgather, Confirm, Request, Transport
+from hvd_gradcomp.compressors import Compressor
+from hvd_gradcomp.engine.adaptation import Adaptation
 from hvd_gradcomp.engine.agreement import compare_settings, settings_message
-from hvd_gradcomp.engine.buckets import BUCKET_BYTES, Bucket, Parameter, plan_buckets
+from hvd_gradcomp.engine.buckets import BUCKET_BYTES, Bucket, Parameter, buckets_of
+from hvd_gradcomp.engine.choice import choose, dense_for, require_collective
+from hvd_gradcomp.engine.choosing import Chooser, make_chooser
 from hvd_gradcomp.engine.nodes import NodePassage, Nodes
 from hvd_gradcomp.engine.passage import KIND_BYTES, Passage
-from hvd_gradcomp.engine.units import units_of
+from hvd_gradcomp.engine.segments import least_bucket_bytes
 from hvd_gradcomp.errors import ConfigurationError
-from hvd_gradcomp.ops import Array, Ops, ops_for
+from hvd_gradcomp.ops import Array, ops_for
 from hvd_gradcomp.telemetry import BucketCounters, Counters
-
-# What a dense exchange of gradients in a 16-bit format sends; others go as float32.
-_DENSE: dict[str, Compressor] = {"float16": FP16(), "bfloat16": BF16()}
-_UNCHANGED = NoCompression()
 
 
 @dataclass
@@ -44,12 +43,14 @@ class Engine:
     """Exchanges the gradients of one optimizer.
 
     Args:
-        compressor: how; may be replaced between steps, on all workers at the same step. Buckets stay as they are.
+        compressor: how; may be replaced between steps, on all workers at the same step. Buckets stay as they are, and
+            so every parameter of one must then have the same compressor. A policy changes it by itself.
         parameters: what, in the order of the model, the same on all workers.
         transport: among whom.
         average: divide the sum by the number of workers.
         options: further settings that must agree between workers, for the error when they do not.
-        bucket_bytes: see `plan_buckets`; with granularity "model" there is one bucket, whatever this and `groups` say.
+        bucket_bytes: see `plan_buckets`; with granularity "model" there is one bucket, whatever this and `groups` say,
+            and with `collective="scatter_reduce"` they are as large as many owners need.
         groups: see `plan_buckets`.
         scope: precedes the names of collectives, to tell apart engines whose parameters have equal names.
         settings_name: the collective in which workers compare their settings; by default one of its own. It has to be
@@ -59,6 +60,8 @@ class Engine:
         state: parameter name -> part -> what this worker keeps between steps: the parts of the memory, float32 (n,)
             each, of which "residual" is what has not been sent yet, and what a method keeps for its own exchange.
         counters: what was sent, for each bucket.
+        adaptation: what the compressor is at each step.
+        chooser: what `collective="auto"` goes by; None before the first step, and with other collectives.
     """
 
     def __init__(
@@ -74,8 +77,8 @@ class Engine:
         scope: str = "",
         settings_name: str = "",
     ) -> None:
-        _require_collective(compressor)
-        self.compressor = compressor
+        require_collective(compressor)
+        self.adaptation = Adaptation(compressor)
         self.parameters = tuple(parameters)
         self.transport = transport
         self.average = average
@@ -85,7 +88,10 @@ class Engine:
         self.counters = Counters()
         if compressor.granularity == "model":
             bucket_bytes, groups = sum(KIND_BYTES["float32"] * each.size for each in self.parameters), None
-        self.buckets = plan_buckets(self.parameters, bucket_bytes, groups)
+        for each in compressor.members() if compressor.granularity != "model" else ():
+            if each.collective == "scatter_reduce":
+                bucket_bytes = max(bucket_bytes, least_bucket_bytes(each, transport.workers))
+        self.buckets = buckets_of(compressor, self.parameters, bucket_bytes, groups)
         self._bucket_of = {parameter.name: bucket for bucket in self.buckets for parameter in bucket.parameters}
         # Bucket index -> exchanges begun; and how many had been when the state was saved that this engine began with.
         self._steps: dict[int, int] = {}
@@ -96,10 +102,23 @@ class Engine:
         own_name = f"{min((parameter.name for parameter in self.parameters), default='')}.settings"
         self._settings_name = f"{scope}{settings_name or own_name}"
         self._agreed_workers = 0
+        # How many had agreed when the last step ended. Some may launch a bucket before they hear that all agree, others
+        # the same bucket after it, so what holds in a step must not depend on that moment.
+        self._settled_workers = 0
         self._nodes: Nodes | None = None
+        self.chooser: Chooser | None = None
         # Buckets that wait for the agreement, in the first step only.
         self._postponed: list[tuple[Bucket, Mapping[str, Array | None]]] = []
-        self._agreement: tuple[Any, Ops] | None = None
+        self._agreement: tuple[Any, Array] | None = None
+
+    @property
+    def compressor(self) -> Compressor:
+        """How gradients are compressed, as it was given."""
+        return self.adaptation.compressor
+
+    @compressor.setter
+    def compressor(self, compressor: Compressor) -> None:
+        self.adaptation = Adaptation(compressor)
 
     @property
     def residuals(self) -> Mapping[str, Array]:
@@ -112,16 +131,23 @@ class Engine:
         """How many exchanges there have been, the same on all workers; schedules and shared draws follow it."""
         return max(self._steps.values(), default=self._resumed)
 
-    def load_state(self, state: Mapping[str, Mapping[str, Array]], step: int = 0) -> None:
+    @property
+    def policy_state(self) -> tuple[float, ...]:
+        """What a policy has to know when training resumes, the same on all workers; () where there is none."""
+        return self.adaptation.saved()
+
+    def load_state(self, state: Mapping[str, Mapping[str, Array]], step: int = 0, policy: Sequence[float] = ()) -> None:
         """Replace all that this worker keeps, between two steps and on every worker.
 
         Args:
             state: as `state`; the arrays are the engine's from now on.
             step: the step that was saved with it, the same on all workers.
+            policy: the `policy_state` that was saved with it.
         """
         self.state = {name: dict(parts) for name, parts in state.items()}
         self._resumed = step
         self._steps.clear()
+        self.adaptation.load(policy)
 
     def submit(self, name: str, gradient: Array | None) -> None:
         """Hand in the gradient of parameter `name`; the last one of a bucket starts its exchange.
@@ -182,7 +208,11 @@ class Engine:
                     flight.exchange.send(usable)
                 except StopIteration as end:
                     results.update(end.value)
+            if flights and usable and self.adaptation.measuring:
+                self._adapt()
+            self._settled_workers = self._agreed_workers
         finally:
+            self.adaptation.end()
             self._gathering.clear()
             self._postponed.clear()
             self._in_flight.clear()
@@ -197,10 +227,21 @@ class Engine:
         for flight in flights:
             self.transport.wait(flight.handle)
 
+    def shares(self) -> list[tuple[int, int, tuple[str, ...]]]:
+        """What this worker may keep for shares only, when workers have agreed: its number, the owners, the parts."""
+        found = []
+        memory, collective = self.compressor.memory, self.compressor.collective
+        if collective in ("scatter_reduce", "auto"):
+            found.append((self.transport.rank, self.transport.workers, memory.of_owner().parts))
+        nodes = self._nodes
+        if nodes is not None and nodes.is_useful and nodes.share < nodes.owners:
+            found.append((nodes.share, nodes.owners, memory.parts))
+        return found
+
     @property
     def _asks_nodes(self) -> bool:
         """Whether it matters which workers share a node."""
-        return self.compressor.collective == "hierarchical"
+        return any(each.collective in ("hierarchical", "auto") for each in self.compressor.members())
 
     # -- one bucket ---------------------------------------------------------------------------------------------------
 
@@ -213,6 +254,8 @@ class Engine:
             # Who shares a node is asked among workers that agree that it matters.
             self._postponed.append((bucket, gradients))
             return
+        if not self._in_flight:
+            self.adaptation.begin(self.step, self._is_settled, next(iter(present.values())))
         exchange = self._exchange(bucket, present)
         request = next(exchange)
         assert not isinstance(request, Confirm), "nothing was exchanged yet"
@@ -245,7 +288,7 @@ class Engine:
         counters.elements += sum(parameter.size for parameter in parameters)
         counters.dense_bytes += sum(KIND_BYTES[parameter.kind] * parameter.size for parameter in parameters)
         step = self._next_step(bucket)
-        method, collective = self._choice(parameters, counters, step)
+        method, collective = self._choice(bucket, parameters, counters, step)
         passage: Passage | NodePassage
         if collective == "hierarchical" and self._nodes is not None:
             passage = NodePassage(self, method, parameters, gradients, counters, step, self._nodes)
@@ -254,39 +297,38 @@ class Engine:
         return (yield from passage.exchange())
 
     def _next_step(self, bucket: Bucket) -> int:
-        if self._agreement is not None:
+        if not self._is_settled:
             # Workers that joined just now have other counts than the rest: until they agree, all take this one.
             return self._resumed
         step = self._steps.get(bucket.index, self._resumed)
         self._steps[bucket.index] = step + 1
         return step
 
-    def _choice(self, parameters: Sequence[Parameter], counters: BucketCounters, step: int) -> tuple[Compressor, str]:
+    def _choice(
+        self, bucket: Bucket, parameters: Sequence[Parameter], counters: BucketCounters, step: int
+    ) -> tuple[Compressor, str]:
         """The compressor and how its payloads meet, or a dense exchange where that moves fewer bytes."""
-        compressor = self.compressor.at(step)
-        if compressor.meets != "gather":
-            return compressor, "allgather"
-        units = units_of(parameters, compressor.granularity)
-        payload = sum(compressor.expected_bytes(unit.size) for unit in units)
-        dense = float(sum(KIND_BYTES[parameter.kind] * parameter.size for parameter in parameters))
-        collective = self.compressor.collective
-        workers = self.transport.workers
-        if collective == "hierarchical" and self._nodes is not None:
-            workers = len(self._nodes.sizes)
-            if not self._nodes.is_useful:
-                # With one worker on each node there is nothing to add up first; on a single node, nothing in between.
-                collective, workers = "allgather", self.transport.workers
-        if compressor.votes or moves_fewer_bytes(payload, dense, workers, collective):
-            return compressor, collective
-        counters.fallbacks += 1
-        kinds = {parameter.kind for parameter in parameters}
-        return (_DENSE.get(kinds.pop(), _UNCHANGED) if len(kinds) == 1 else _UNCHANGED), "allgather"
+        given = self.compressor.of(bucket.name, bucket.parameters[0].shape)
+        compressor = self.adaptation.method(step).of(bucket.name, bucket.parameters[0].shape)
+        if compressor.meets == "dense" and given.meets != "dense":
+            # A policy's choice.
+            return dense_for(parameters), "allgather"
+        nodes = self._nodes.sizes if self._nodes is not None and self._nodes.is_useful else ()
+        method, collective = choose(compressor, parameters, self.transport.workers, nodes, self.chooser)
+        counters.fallbacks += method is not compressor
+        return method, collective
 
     def fingerprint(self, parameters: Sequence[Parameter]) -> int:
         """32 bits for all that must be the same on the workers that exchange `parameters`."""
         names = [(parameter.name, parameter.size, parameter.kind) for parameter in parameters]
-        text = f"{self.compressor}|{self.average}|{self.transport.workers}|{sorted(self.options.items())}|{names}"
+        method = f"{self.compressor}|{self.adaptation.in_use}"
+        text = f"{method}|{self.average}|{self.transport.workers}|{sorted(self.options.items())}|{names}"
         return zlib.crc32(text.encode())
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether these workers have agreed before this step."""
+        return self._settled_workers == self.transport.workers
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 
@@ -305,12 +347,12 @@ class Engine:
             "buckets": zlib.crc32(repr(self.buckets).encode()),
             **self.options,
         }
-        request = Allgather(settings_message(ops, settings, like, self.step))
-        self._agreement = (self.transport.start(request, self._settings_name), ops)
+        request = Allgather(settings_message(ops, settings, like, self.step, self.adaptation.state))
+        self._agreement = (self.transport.start(request, self._settings_name), like)
 
     def meet_again(self) -> None:
         """Compare settings anew before the next step, on all workers: equally many may be others than before."""
-        self._agreed_workers = 0
+        self._agreed_workers = self._settled_workers = 0
 
     def conclude_agreement(self) -> None:
         """Wait for what `begin_agreement` started; `finish` does it by itself.
@@ -320,33 +362,28 @@ class Engine:
         """
         if self._agreement is None:
             return
-        (handle, ops), self._agreement = self._agreement, None
-        step = compare_settings(ops, self.transport.wait(handle), self.transport.ranks, self.transport.rank)
-        self._steps = {bucket.index: step + (not self._asks_nodes) for bucket in self.buckets}
+        (handle, like), self._agreement = self._agreement, None
+        ops = ops_for(like)
+        gathered = self.transport.wait(handle)
+        step, state = compare_settings(ops, gathered, self.transport.ranks, self.transport.rank)
+        # A worker that joined just now takes over what those that go on have found out.
+        self.adaptation.state = state
+        self._steps = {bucket.index: step + 1 for bucket in self.buckets}
         self._agreed_workers = self.transport.workers
         if self._asks_nodes:
-            self._nodes = Nodes(self.transport)
+            auto = all(each.collective != "hierarchical" for each in self.compressor.members())
+            measured = any(each.collective == "auto" for each in self.compressor.members())
+            self._nodes = Nodes(self.transport, needed=not auto)
+            if measured:
+                self.chooser = make_chooser(self.transport, self._nodes, self._settings_name, like)
         postponed, self._postponed = self._postponed, []
         for bucket, gradients in postponed:
             self._launch(bucket, gradients)
 
-
-def _require_collective(compressor: Compressor) -> None:
-    """Refuse a collective that does not fit the method.
-
-    Raises:
-        ConfigurationError: it does not.
-    """
-    if compressor.collective == "allgather":
-        return
-    if compressor.meets != "gather":
-        raise ConfigurationError(
-            f"{compressor}: collective={compressor.collective} is for payloads that cannot be added, and those of this "
-            "method are, or have a way of their own: leave collective out"
-        )
-    if compressor.collective == "hierarchical" and not compressor.memory.is_linear:
-        raise ConfigurationError(
-            f"{compressor}: collective=hierarchical adds the gradients of a node before anything else, and "
-            f"{compressor.memory} has to see those of each worker (clip). Leave out clip, or take "
-            "collective=scatter_reduce"
-        )
+    def _adapt(self) -> None:
+        """Tell the policy, on all workers alike, what they measured in this step."""
+        ops = ops_for(self.adaptation.like)
+        sent_bytes = sum(each.sent_bytes for each in self.counters.buckets.values())
+        request = Allgather(self.adaptation.message(ops, sent_bytes))
+        gathered = self.transport.wait(self.transport.start(request, f"{self._settings_name}.policy"))
+        self.adaptation.conclude(ops, gathered, self.transport.ranks)

@@ -22,9 +22,10 @@ from typing import Any
 
 from hvd_gradcomp.collectives import Allgather, Alltoall, Confirm, Exchange, Request, Transport
 from hvd_gradcomp.compressors import Compressor
+from hvd_gradcomp.engine.adaptation import Adaptation
 from hvd_gradcomp.engine.buckets import Parameter
 from hvd_gradcomp.engine.passage import Home, Passage, Totals
-from hvd_gradcomp.errors import GradcompError, PayloadError
+from hvd_gradcomp.errors import GradcompError, PayloadError, UnsupportedError
 from hvd_gradcomp.feedback.shares import join_shares, own_parts, share_of, share_size, shared_part, whole_parts
 from hvd_gradcomp.ops import Array, ops_for
 from hvd_gradcomp.telemetry import BucketCounters
@@ -41,6 +42,7 @@ class Nodes:
 
     Args:
         transport: among all workers.
+        needed: whether it is an error if process sets cannot be made; else `is_useful` says so.
 
     Attributes:
         sizes: the number of workers on each node.
@@ -50,22 +52,25 @@ class Nodes:
         across: the transport among the owners of this worker's share.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, needed: bool = True) -> None:
         nodes = transport.nodes()
         self.sizes = tuple(len(node) for node in nodes)
         self.owners = min(self.sizes)
         mine = next(node for node in nodes if transport.rank in node)
         self.share = mine.index(transport.rank)
         self.local = self.across = transport
-        if self.is_useful:
+        #: Whether there is more than one node, and one of more than one worker.
+        self.is_useful = len(self.sizes) > 1 and max(self.sizes) > 1
+        if not self.is_useful:
+            return
+        try:
             self.local = transport.part(nodes)
             sharing = [sorted(node[share] for node in nodes) for share in range(self.owners)]
             self.across = transport.part([*sharing, *([rank] for node in nodes for rank in node[self.owners :])])
-
-    @property
-    def is_useful(self) -> bool:
-        """Whether there is more than one node, and one of more than one worker."""
-        return len(self.sizes) > 1 and max(self.sizes) > 1
+        except UnsupportedError:
+            if needed:
+                raise
+            self.is_useful = False
 
     @property
     def collective(self) -> str:
@@ -79,6 +84,7 @@ class _Owner:
 
     compressor: Compressor
     transport: Transport
+    adaptation: Adaptation
     state: dict[str, dict[str, Array]]
     number: int
     average: bool = False
@@ -119,9 +125,11 @@ class NodePassage:
         self.like = gradients[parameters[0].name]
         self.ops = ops_for(self.like)
         self.gradients = {each.name: self.ops.flat32(gradients[each.name]) for each in parameters}
+        self.memory = engine.compressor.of(parameters[0].name, parameters[0].shape).memory
         self.number = engine.fingerprint(parameters)
         self.passage: Passage | None = None
-        self.owner = _Owner(engine.compressor, nodes.across, {}, zlib.crc32(f"{self.number}|{nodes.share}".encode()))
+        number = zlib.crc32(f"{self.number}|{nodes.share}".encode())
+        self.owner = _Owner(engine.compressor, nodes.across, engine.adaptation, {}, number)
         self.owned = [
             Parameter(each.name, size, each.kind)
             for each in parameters
@@ -173,7 +181,7 @@ class NodePassage:
             each.name: whole_parts(ops, each.name, each.size, state.get(each.name, {}), ending)
             for each in self.parameters
         }
-        known = self.engine.compressor.memory.parts
+        known = self.memory.parts
         moved = [part for part in known if any(part in parts for parts in whole.values())]
         bits = sum(1 << known.index(part) for part in moved)
         payloads = []
@@ -198,7 +206,7 @@ class NodePassage:
     def _take(self, arrived: Array) -> dict[str, Array]:
         """The sum over the node of this worker's share of each gradient; what came with it goes to `owner.state`."""
         ops, nodes = self.ops, self.nodes
-        known = self.engine.compressor.memory.parts
+        known = self.memory.parts
         sums: dict[str, Array] = {}
         for each in self.owned:
             kept = own_parts(self.engine.state.get(each.name, {}), nodes.share, nodes.owners)

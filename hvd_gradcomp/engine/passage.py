@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from hvd_gradcomp.collectives import Allgather, Allreduce, Confirm, Exchange, Request, Transport, add
 from hvd_gradcomp.compressors import BF16, FP16, Compressor, Context, NoCompression
 from hvd_gradcomp.compressors.base import Item, Sent
 from hvd_gradcomp.compressors.marks import MARKS, Verdict, marks, marks_fit, verdict
+from hvd_gradcomp.engine.adaptation import Adaptation, norm
 from hvd_gradcomp.engine.buckets import Parameter
 from hvd_gradcomp.engine.scatter import Scatter
 from hvd_gradcomp.engine.units import Unit, units_of
@@ -39,6 +41,9 @@ class Home(Protocol):
 
     @property
     def compressor(self) -> Compressor: ...
+
+    @property
+    def adaptation(self) -> Adaptation: ...
 
     @property
     def transport(self) -> Transport: ...
@@ -79,7 +84,10 @@ class Passage:
     ) -> None:
         self.engine = engine
         self.method = method
-        self.memory = engine.compressor.memory
+        self.memory = engine.compressor.of(parameters[0].name, parameters[0].shape).memory
+        self.adaptation = engine.adaptation
+        # Unit name -> the L2 norm of its vector, and a copy of the vector, where a policy wants to know.
+        self.looked_at: dict[str, tuple[float, Array | None]] = {}
         self.counters = counters
         self.step = step
         self.parameters = parameters
@@ -143,17 +151,24 @@ class Passage:
         looked = {}
         for name, size in ((parameter.name, parameter.size) for parameter in unit.parameters):
             gradient = ops.flat32(gradients[name])
+            if self.adaptation.measuring:
+                self.adaptation.note_gradient(ops, gradient)
             parts = whole_parts(ops, name, size, state.get(name, {}), self.own_ending)
             looked[name], self.advanced[name] = (
                 memory.correct_and_look(ops, gradient, parts, workers, wanted)
                 if alone
                 else memory.correct(ops, gradient, parts, workers)
             )
-        return looked[unit.name] if alone else ops.correct(unit.join(ops, looked), None, wanted)
+        corrected = looked[unit.name] if alone else ops.correct(unit.join(ops, looked), None, wanted)
+        if self.adaptation.measuring and unit in self.large:
+            copied = ops.copy(corrected.x) if self.adaptation.looks_further else None
+            self.looked_at[unit.name] = (norm(ops, corrected.x), copied)
+        return corrected
 
     def context(self, unit: Unit, candidates: object = None) -> Context:
         transport = self.engine.transport
-        return Context(transport.rank, transport.workers, unit.name, self.step, candidates)
+        state = self.engine.state.get(unit.name, {})
+        return Context(transport.rank, transport.workers, unit.name, self.step, candidates, state)
 
     def method_of(self, unit: Unit) -> Compressor:
         return _WHOLE[self.method.sum_kind] if unit in self.small else self.method
@@ -172,7 +187,7 @@ class Passage:
                 context = self.context(unit, corrected.candidates)
                 frame, residual = self.method_of(unit).encode(ops, corrected.x, context)
                 frames.append(frame)
-                self._sent(unit, residual, frame)
+                self._sent(unit, residual, frame, context.kept)
                 self.counters.kept += frame_kept(ops, frame)
             payload = write_payload(ops, frames, fingerprint, like, non_finite=not self.finite)
             self.vectors.clear()
@@ -310,19 +325,23 @@ class Passage:
             return self.ops.zeros(unit.size, "float32", like)
         return old.pop("residual")
 
-    def _sent(self, unit: Unit, residual: Array | None, frame: Array | None) -> None:
+    def _sent(
+        self, unit: Unit, residual: Array | None, frame: Array | None, kept: Mapping[str, Array] = MappingProxyType({})
+    ) -> None:
         """Note what this worker has sent of a unit, for `remember`."""
         positions = None
         if self.memory.masks and residual is not None:
             method = self.method_of(unit)
             positions = method.positions_sent(self.ops, frame, residual, self.context(unit))
-        self.kept[unit.name] = Sent(None, residual, positions)
+        self.kept[unit.name] = Sent(None, residual, positions, kept)
 
     def remember(self) -> None:
         """Put the new state in the place of the old one."""
         ops, state = self.ops, self.engine.state
         for unit in self.units:
             sent = self.kept[unit.name]
+            if unit.name in self.looked_at:
+                self._tell(unit, sent.residual)
             parts = self.advanced[unit.name]
             advanced = {
                 part: unit.join(ops, {each.name: self.advanced[each.name][part] for each in unit.parameters})
@@ -339,6 +358,12 @@ class Passage:
                 state.setdefault(unit.name, {}).update(sent.state)
         for name, own in self.scatter.owned.items() if self.scatter else ():
             state.setdefault(name, {}).update(own)
+
+    def _tell(self, unit: Unit, residual: Array | None) -> None:
+        """Tell the policy what became of a unit."""
+        whole, copied = self.looked_at.pop(unit.name)
+        sent = copied if copied is None or residual is None else copied - residual
+        self.adaptation.note(self.ops, unit, whole, residual, sent, self.context(unit))
 
     def _not_finite(self) -> dict[str, Array]:
         """NaN for every value, so that loss scaling sees the step and skips it; all state stays as it was."""

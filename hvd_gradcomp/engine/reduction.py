@@ -44,8 +44,8 @@ class Reduction:
         options: Mapping[str, object] | None = None,
         scope: str = "",
     ) -> None:
-        taken = [each for each in parameters if compressor.takes(each.size)]
-        others = [each for each in parameters if not compressor.takes(each.size)]
+        taken = [each for each in parameters if compressor.of(each.name, each.shape).takes(each.size)]
+        others = [each for each in parameters if each not in taken]
         options = {"dense_below": compressor.dense_below, **(options or {})}
         self.large = Engine(compressor, taken, transport, average=average, options=options, scope=f"{scope}large:")
         self.small = Engine(NoCompression(), others, transport, average=average, scope=f"{scope}small:")

@@ -19,7 +19,11 @@ from hvd_gradcomp.feedback.shares import share_size
 from hvd_gradcomp.ops import Array
 
 # A frame's headers take about 40 bytes.
-_LEAST_BYTES = 512
+_LEAST_BYTES = 1024
+# Besides a frame, a payload has 16 bytes of headers.
+_LEAST_PAYLOAD = 1024
+# A tensor so large that rounding does not show.
+_MANY = 1 << 20
 # A sparsifier rounds the number of values it sends up, for every vector that it selects from.
 _LEAST_KEPT = 16
 
@@ -70,6 +74,12 @@ class Segment:
             # What is left over at the end goes with the last.
             bounds[max(len(bounds) - 1, 1) :] = [end]
         return list(pairwise(bounds))
+
+
+def least_bucket_bytes(compressor: Compressor, owners: int) -> int:
+    """How many bytes of float32 gradient a bucket has to hold for an owner's payload to be worth its headers."""
+    expected = compressor.expected_bytes(_MANY) / _MANY
+    return int(4 * owners * _LEAST_PAYLOAD / expected) if expected else 0
 
 
 def segments_of(units: Sequence[Unit], method_of: Callable[[Unit], Compressor], owners: int) -> list[Segment]:

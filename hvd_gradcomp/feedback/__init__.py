@@ -2,7 +2,7 @@
 
 from hvd_gradcomp.feedback.memory import ErrorFeedback, Memory, NoMemory
 from hvd_gradcomp.feedback.momentum import Momentum, MomentumCorrection
-from hvd_gradcomp.feedback.residuals import mean_residuals, residuals_from
+from hvd_gradcomp.feedback.residuals import mean_residuals, policy_from, residuals_from
 from hvd_gradcomp.feedback.shares import whole_parts
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "MomentumCorrection",
     "NoMemory",
     "mean_residuals",
+    "policy_from",
     "residuals_from",
     "whole_parts",
 ]

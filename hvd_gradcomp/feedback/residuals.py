@@ -7,7 +7,7 @@ What a method keeps besides, such as the factor of PowerSGD, is the same on all 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.ops import Array, Ops
@@ -25,6 +25,7 @@ def mean_residuals(
     *,
     shared: Mapping[str, Mapping[str, Array]] | None = None,
     step: int = 0,
+    policy: Sequence[float] = (),
 ) -> dict[str, object]:
     """The checkpoint for the sum of what all workers keep.
 
@@ -33,10 +34,12 @@ def mean_residuals(
         workers: how many workers were summed.
         shared: parameter name -> part -> what the method keeps besides, the same on all workers.
         step: how many exchanges there have been; schedules continue from there.
+        policy: what a policy that changes the compression remembers; see `policy_from`.
     """
     mean = {name: {part: value / workers for part, value in parts.items()} for name, parts in total.items()}
     kept = {name: dict(parts) for name, parts in (shared or {}).items()}
-    return {"format": FORMAT, "workers": workers, "step": step, "mean": mean, "shared": kept}
+    found = {"format": FORMAT, "workers": workers, "step": step, "mean": mean, "shared": kept}
+    return {**found, "policy": list(policy)} if policy else found
 
 
 def residuals_from(checkpoint: object, sizes: Mapping[str, int]) -> tuple[State, int]:
@@ -71,6 +74,11 @@ def residuals_from(checkpoint: object, sizes: Mapping[str, int]) -> tuple[State,
         if name in sizes:
             state.setdefault(name, {}).update(parts)
     return state, int(checkpoint["step"])
+
+
+def policy_from(checkpoint: object) -> tuple[float, ...]:
+    """What a policy remembers according to a checkpoint that `residuals_from` accepted; () where it says nothing."""
+    return tuple(float(each) for each in checkpoint.get("policy", ())) if isinstance(checkpoint, Mapping) else ()
 
 
 def _format_of(checkpoint: object) -> object:

@@ -51,6 +51,12 @@ def shared_part(part: str, owner: int, owners: int) -> str:
     return f"{part}_{owner}_of_{owners}"
 
 
+def plain_part(part: str) -> str:
+    """The name of the part that `part` is kept of, for one share or for all."""
+    found = _SHARED.fullmatch(part)
+    return plain_part(found[1]) if found else part
+
+
 def whole_parts(ops: Ops, name: str, size: int, parts: Mapping[str, Array], but: str = "") -> Mapping[str, Array]:
     """`parts` of the state of parameter `name` with what is kept for shares added to the parts of full length.
 

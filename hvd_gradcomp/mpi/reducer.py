@@ -13,7 +13,7 @@ from hvd_gradcomp.compressors.base import as_compressor
 from hvd_gradcomp.engine import Parameter
 from hvd_gradcomp.engine.reduction import Reduction
 from hvd_gradcomp.errors import ConfigurationError
-from hvd_gradcomp.feedback import mean_residuals, residuals_from
+from hvd_gradcomp.feedback import mean_residuals, policy_from, residuals_from
 from hvd_gradcomp.mpi.transport import MPITransport
 from hvd_gradcomp.ops import backend
 from hvd_gradcomp.telemetry import Counters
@@ -98,14 +98,21 @@ class Reducer:
             raise ConfigurationError("nothing to save: reduce() was not called yet")
         engine, totals = self._reduction.large, {}
         shared: dict[str, dict[str, np.ndarray]] = {}
-        parts = self._compressor.memory.parts
         for parameter in engine.parameters:
+            parts = self._compressor.of(parameter.name, parameter.shape).memory.parts
             own = engine.state.get(parameter.name, {})
             totals[parameter.name] = {
                 part: self._sum(own.get(part, np.zeros(parameter.size, np.float32))) for part in parts
             }
             shared[parameter.name] = {part: value for part, value in own.items() if part not in parts}
-        return mean_residuals(backend("numpy"), totals, self._transport.workers, shared=shared, step=engine.step)
+        return mean_residuals(
+            backend("numpy"),
+            totals,
+            self._transport.workers,
+            shared=shared,
+            step=engine.step,
+            policy=engine.policy_state,
+        )
 
     def load_state_dict(self, state: Any) -> None:
         """Give this worker what was saved by `state_dict`; on every worker, before or between calls of `reduce`.
@@ -141,7 +148,7 @@ class Reducer:
     def _load(self, reduction: Reduction) -> None:
         found, step = residuals_from(self._loaded, {each.name: each.size for each in reduction.large.parameters})
         copied = {name: {part: np.array(value) for part, value in parts.items()} for name, parts in found.items()}
-        reduction.large.load_state(copied, step)
+        reduction.large.load_state(copied, step, policy_from(self._loaded))
         self._loaded = None
 
     def _sum(self, values: np.ndarray) -> np.ndarray:

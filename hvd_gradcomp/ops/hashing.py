@@ -23,6 +23,7 @@ from hvd_gradcomp.ops.base import Array, Ops
 _PRIME_BITS = 31
 PRIME = 2**_PRIME_BITS - 1
 _ROUNDS = 4
+_CHUNK = 1 << 16
 
 
 def coefficients(key: int, count: int) -> tuple[int, ...]:
@@ -85,9 +86,10 @@ def draw_positions(ops: Ops, count: int, size: int, key: int, like: Array) -> Ar
     found: list[Array] = [ops.arange(0, like)]
     missing, start = count, 0
     while missing:
-        # Enough that one turn almost always does, never more than there are.
+        # Enough that one turn almost always does, never more than there are, and no more than stay in a core's cache:
+        # so a frame that asks for many positions costs little memory besides these.
         wanted = missing + 4 * math.sqrt(missing * (1 - share)) + 4 * (1 - share)
-        tried = min(math.ceil(wanted / share), 2**bits - start)
+        tried = min(math.ceil(wanted / share), 2**bits - start, _CHUNK)
         places = _permuted(ops, ops.arange(tried, like) + start, bits, factors)
         inside = places if share == 1 else ops.take(places, ops.nonzero(places < size))
         found.append(inside[:missing])

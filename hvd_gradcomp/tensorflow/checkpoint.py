@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvd_gradcomp.collectives import Allreduce
-from hvd_gradcomp.feedback import mean_residuals, residuals_from, whole_parts
+from hvd_gradcomp.feedback import mean_residuals, policy_from, residuals_from, whole_parts
 from hvd_gradcomp.ops import backend, ops_for
 from hvd_gradcomp.telemetry import Counters
 from hvd_gradcomp.tensorflow.host import exact_floats
@@ -25,6 +25,22 @@ def counters(owner: Any) -> Counters:
         ConfigurationError: no exchange of compressed gradients belongs to it, or there was no step yet.
     """
     return find_exchange(owner).engine.counters
+
+
+def policy_report(owner: Any) -> dict[str, float]:
+    """What the policy of `owner` has decided for the next step, and why; the same on all workers.
+
+    For GraVAC "ratio", "factor" and "gain", for Accordion "ratio", "critical" and "norm", for schedules "ratio"; {}
+    where the compressor has no policy.
+
+    Args:
+        owner: see `counters`.
+
+    Raises:
+        ConfigurationError: see `counters`.
+    """
+    engine = find_exchange(owner).engine
+    return engine.adaptation.report(engine.step)
 
 
 def residuals(variables: Sequence[Any]) -> Residuals:
@@ -44,9 +60,10 @@ def residual_state_dict(owner: Any) -> dict[str, object]:
     """What the workers keep, by path, as numpy arrays: a checkpoint that serves any number of workers.
 
     That is the mean of their residuals and of whatever else the memory keeps (velocities), what a method keeps besides
-    (the factors of PowerSGD), and the step that schedules go by. A collective call: every worker of the process set
-    must make it, between two steps; each gets the same values. With averaged gradients the mean says all that is still
-    owed to the variables; for op=Sum it does so as long as the number of workers stays the same.
+    (the factors of PowerSGD), the step that schedules go by, and what a policy has found out. A collective call: every
+    worker of the process set must make it, between two steps; each gets the same values. With averaged gradients the
+    mean says all that is still owed to the variables; for op=Sum it does so as long as the number of workers stays the
+    same.
 
     Args:
         owner: see `counters`.
@@ -56,7 +73,6 @@ def residual_state_dict(owner: Any) -> dict[str, object]:
     """
     exchange = find_exchange(owner)
     transport = exchange.transport
-    memory = exchange.settings.compressor.memory
     totals: dict[str, dict[str, np.ndarray]] = {}
     shared = {}
     with exact_floats():
@@ -66,6 +82,7 @@ def residual_state_dict(owner: Any) -> dict[str, object]:
             own = (
                 whole_parts(ops_for(next(iter(parts.values()))), parameter.name, parameter.size, parts) if parts else {}
             )
+            memory = exchange.settings.compressor.of(parameter.name, parameter.shape).memory
             for part in memory.parts:
                 mine = np.asarray(own.get(part, np.zeros(parameter.size, np.float32)))
                 request = Allreduce(mine, "float32")
@@ -74,7 +91,8 @@ def residual_state_dict(owner: Any) -> dict[str, object]:
             others = {part: np.asarray(value) for part, value in own.items() if part not in memory.parts}
             if others:
                 shared[parameter.name] = others
-        return mean_residuals(backend("numpy"), totals, transport.workers, shared=shared, step=step)
+        policy = exchange.residuals.read_policy()
+        return mean_residuals(backend("numpy"), totals, transport.workers, shared=shared, step=step, policy=policy)
 
 
 def load_residual_state_dict(variables: Sequence[Any], state: Any) -> None:
@@ -107,5 +125,7 @@ def load_residual_state_dict(variables: Sequence[Any], state: Any) -> None:
             stacklevel=2,
         )
     target.write(
-        {path: {part: np.asarray(value) for part, value in parts.items()} for path, parts in found.items()}, step
+        {path: {part: np.asarray(value) for part, value in parts.items()} for path, parts in found.items()},
+        step,
+        policy_from(state),
     )

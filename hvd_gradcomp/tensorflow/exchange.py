@@ -17,6 +17,7 @@ import tensorflow as tf
 from horovod.common.util import split_list
 
 from hvd_gradcomp.engine import Engine, Parameter
+from hvd_gradcomp.feedback.shares import share_size, shared_part
 from hvd_gradcomp.ops import ops_for
 from hvd_gradcomp.tensorflow.direct import Direct
 from hvd_gradcomp.tensorflow.graphs import call
@@ -62,8 +63,9 @@ class GradientExchange:
         self.residuals = Residuals(
             [variables[place] for place in self.compressed],
             [self.paths[place] for place in self.compressed],
-            settings.compressor.memory.parts,
+            sorted({part for each in settings.compressor.members() for part in each.memory.parts}),
         )
+        self._shares_known = False
         # Two graphs that share this exchange may run at the same time.
         self._lock = threading.Lock()
 
@@ -113,8 +115,11 @@ class GradientExchange:
     # -- choosing -----------------------------------------------------------------------------------------------------
 
     def _is_compressed(self, place: int) -> bool:
-        size = self.shapes[place].num_elements()
-        return size is not None and self.settings.compressor.takes(size) and self.dtypes[place] in _KINDS
+        shape = self.shapes[place]
+        size = shape.num_elements()
+        if size is None or self.dtypes[place] not in _KINDS:
+            return False
+        return self.settings.compressor.of(self.paths[place], tuple(shape.as_list())).takes(size)
 
     def _make_engine(self, variables: Sequence[tf.Variable], scope: str) -> Engine:
         settings = self.settings
@@ -178,12 +183,28 @@ class GradientExchange:
                 # Loss scaling skips the whole step if an uncompressed gradient is not finite: tell all workers.
                 first = gradients[names[0]]
                 gradients[names[0]] = ops_for(first).zeros(len(first), "float32", first) + float("nan")
+            self._create_shares()
             self._take_state()
             for parameter in self.engine.parameters:
                 self.engine.submit(parameter.name, gradients.get(parameter.name))
             results = self.engine.finish()
-            self.residuals.write(self.engine.state, self.engine.step)
+            self.residuals.write(self.engine.state, self.engine.step, self.engine.policy_state)
             return [*(results[name] for name in names), True]
+
+    def _create_shares(self) -> None:
+        """Make the variables of what this worker keeps as an owner, as soon as it is known what it owns."""
+        if self._shares_known:
+            return
+        self._shares_known = True
+        engine, compressor = self.engine, self.settings.compressor
+        if compressor.collective == "allgather":
+            return
+        kept: dict[str, dict[str, int]] = {each.name: {} for each in engine.parameters}
+        for owner, owners, parts in engine.shares():
+            for each in engine.parameters:
+                size = share_size(each.name, each.size, owner, owners)
+                kept[each.name] |= {shared_part(part, owner, owners): size for part in parts}
+        self.residuals.create(kept)
 
     def _take_state(self) -> None:
         """Let the engine go on from the variables: what the last step left there, or a checkpoint put there."""
@@ -191,7 +212,7 @@ class GradientExchange:
         if step == self.engine.step:
             self.engine.state = state
         else:
-            self.engine.load_state(state, step)
+            self.engine.load_state(state, step, self.residuals.read_policy())
 
     def _count(self, dtypes: list[tf.DType], sizes: list[int]) -> None:
         counters = self.engine.counters.bucket("dense")

@@ -6,8 +6,9 @@ asks for them first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -15,6 +16,7 @@ import tensorflow as tf
 from hvd_gradcomp.ops import Array
 from hvd_gradcomp.tensorflow.host import is_on_host, own, view
 
+_Made = TypeVar("_Made")
 _ATTRIBUTE = "_hvd_gradcomp_kept"
 # The engine's name for what has not been sent yet.
 _RESIDUAL = "residual"
@@ -30,6 +32,7 @@ class Kept(tf.Module):
     Attributes:
         parts: name of a part -> its variable; "residual" is float32, shape (size,).
         step: how many exchanges there have been.
+        policy: what a policy remembers, float64, any length; the same for all variables of a model.
         in_use: the parts that the engine has; to it a residual of zeros and none are not quite the same.
     """
 
@@ -40,15 +43,22 @@ class Kept(tf.Module):
         self.parts: dict[str, tf.Variable] = {}
         with tf.device(device):
             self.step = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
+            # A checkpoint may be restored before the first step, when nobody knows how much a policy remembers.
+            self.policy = tf.Variable(tf.zeros([0], tf.float64), shape=[None], trainable=False, name="policy")
         self.in_use: frozenset[str] = frozenset()
         self.create([_RESIDUAL])
 
-    def create(self, parts: Sequence[str]) -> None:
-        """Make the variables of these parts of a memory: zero, or as a checkpoint says that was restored before."""
+    def create(self, parts: Iterable[str] | Mapping[str, int]) -> None:
+        """Make the variables of these parts of a memory: zero, or as a checkpoint says that was restored before.
+
+        Args:
+            parts: their names; with their sizes where they are not those of the variable.
+        """
+        sizes = parts if isinstance(parts, Mapping) else dict.fromkeys(parts, self._size)
         with tf.device(self._device):
-            for part in parts:
+            for part, size in sizes.items():
                 if part not in self.parts:
-                    self.parts[part] = tf.Variable(tf.zeros([self._size]), trainable=False, name=part)
+                    self.parts[part] = tf.Variable(tf.zeros([size]), trainable=False, name=part)
 
     @property
     def residual(self) -> tf.Variable:
@@ -99,10 +109,17 @@ class Residuals(tf.Module):
 
     def __init__(self, variables: Sequence[tf.Variable], paths: Sequence[str], parts: Sequence[str] = ()) -> None:
         super().__init__()
-        # A function that is being traced would be traced once more if it saw a new variable on its own thread.
-        with ThreadPoolExecutor(1) as thread:
-            kept = thread.submit(lambda: [_kept_of(variable, parts) for variable in variables]).result()
+        kept = _outside_graphs(lambda: [_kept_of(variable, parts) for variable in variables])
         self.by_path = dict(zip(paths, kept, strict=True))
+
+    def create(self, parts: Mapping[str, Mapping[str, int]]) -> None:
+        """Make further variables, so that a checkpoint that holds them finds them: path -> part -> its size."""
+
+        def make() -> None:
+            for path, sizes in parts.items():
+                self.by_path[path].create(sizes)
+
+        _outside_graphs(make)
 
     def read(self) -> tuple[dict[str, dict[str, Array]], int]:
         """Copies of what there is, path -> part -> array, and the step, which schedules and shared draws go by."""
@@ -110,11 +127,26 @@ class Residuals(tf.Module):
         steps = [int(each.step) for each in self.by_path.values()]
         return {path: parts for path, parts in found.items() if parts}, max(steps, default=0)
 
-    def write(self, state: Mapping[str, Mapping[str, Array]], step: int) -> None:
+    def read_policy(self) -> tuple[float, ...]:
+        """What a policy remembers; () where there is none."""
+        found = (tuple(each.policy.numpy().tolist()) for each in self.by_path.values())
+        return next((each for each in found if each), ())
+
+    def write(self, state: Mapping[str, Mapping[str, Array]], step: int, policy: Sequence[float] = ()) -> None:
         """Replace everything; what is missing in `state` becomes zero."""
         for path, each in self.by_path.items():
             each.write(state.get(path, {}))
             each.step.assign(step)
+        if self.read_policy() != tuple(policy):
+            # It changes now and then only, and most often there is none.
+            for each in self.by_path.values():
+                each.policy.assign(np.array(policy, np.float64))
+
+
+def _outside_graphs(make: Callable[[], _Made]) -> _Made:
+    # A function that is being traced would be traced once more if it saw a new variable on its own thread.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 def _kept_of(variable: tf.Variable, parts: Sequence[str]) -> Kept:

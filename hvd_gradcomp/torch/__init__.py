@@ -17,11 +17,15 @@ from hvd_gradcomp.compressors import (
     DGC,
     FP16,
     QSGD,
+    Accordion,
+    Adaptive,
+    Calibrated,
     Chain,
     Compression,
     Compressor,
     CountSketch,
     Dynamic8,
+    GraVAC,
     Int8,
     Linear,
     Natural,
@@ -29,7 +33,10 @@ from hvd_gradcomp.compressors import (
     OneBit,
     PowerSGD,
     RandomK,
+    Rule,
+    Rules,
     ScaledSign,
+    Scheduled,
     SharedTernGrad,
     Sign,
     TernGrad,
@@ -41,17 +48,23 @@ from hvd_gradcomp.compressors import (
 )
 from hvd_gradcomp.errors import ConfigurationError, GradcompError, NonFiniteError, PayloadError, UnsupportedError
 from hvd_gradcomp.feedback import ErrorFeedback, Momentum, MomentumCorrection, NoMemory
+from hvd_gradcomp.policy import ByEpoch, ByFunction, Exponential, Piecewise
 from hvd_gradcomp.policy.local_steps import PostLocal
 from hvd_gradcomp.torch.allreduce import Tokens
 from hvd_gradcomp.torch.checkpoint import load_residual_state_dict, residual_state_dict
 from hvd_gradcomp.torch.local_sgd import DiLoCo, LocalSGD
-from hvd_gradcomp.torch.optimizer import DistributedOptimizer, counters, register, unregister
+from hvd_gradcomp.torch.optimizer import DistributedOptimizer, counters, policy_report, register, unregister
 
 __all__ = [
     "BF16",
     "DGC",
     "FP16",
     "QSGD",
+    "Accordion",
+    "Adaptive",
+    "ByEpoch",
+    "ByFunction",
+    "Calibrated",
     "Chain",
     "Compression",
     "Compressor",
@@ -61,6 +74,8 @@ __all__ = [
     "DistributedOptimizer",
     "Dynamic8",
     "ErrorFeedback",
+    "Exponential",
+    "GraVAC",
     "GradcompError",
     "Int8",
     "Linear",
@@ -73,10 +88,14 @@ __all__ = [
     "NonFiniteError",
     "OneBit",
     "PayloadError",
+    "Piecewise",
     "PostLocal",
     "PowerSGD",
     "RandomK",
+    "Rule",
+    "Rules",
     "ScaledSign",
+    "Scheduled",
     "SharedTernGrad",
     "Sign",
     "TernGrad",
@@ -87,6 +106,7 @@ __all__ = [
     "compression_from_spec",
     "counters",
     "load_residual_state_dict",
+    "policy_report",
     "register",
     "register_spec",
     "residual_state_dict",

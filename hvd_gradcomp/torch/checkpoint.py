@@ -14,7 +14,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvd_gradcomp.engine import Engine
-from hvd_gradcomp.feedback import mean_residuals, residuals_from, whole_parts
+from hvd_gradcomp.feedback import mean_residuals, policy_from, residuals_from, whole_parts
 from hvd_gradcomp.feedback.residuals import State
 from hvd_gradcomp.ops import backend
 from hvd_gradcomp.torch.exchange import GradientExchange, require_members
@@ -26,8 +26,8 @@ def residual_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """What the workers keep, by parameter name as their mean, to save beside `optimizer.state_dict()`.
 
     That is the residual and whatever else the memory keeps (velocities), what a method keeps besides (the factors of
-    PowerSGD), and the step that schedules go by. A collective call: every worker of the optimizer's process set must
-    make it; each gets the same tensors, on the CPU.
+    PowerSGD), the step that schedules go by, and what a policy has found out. A collective call: every worker of the
+    optimizer's process set must make it; each gets the same tensors, on the CPU.
     With averaged gradients the mean says all that is still owed to the parameters; for op=Sum it does so as long as
     the number of workers stays the same.
 
@@ -68,8 +68,8 @@ def mean_state(
     """The mean over the workers of what an engine keeps for `parameters`. Collective."""
     handles = []
     shared = {}
-    parts = engine.compressor.memory.parts
     for name, p in parameters.items():
+        parts = engine.compressor.of(name, tuple(p.shape)).memory.parts
         own = whole_parts(backend("torch"), name, p.numel(), engine.state.get(name, {}))
         for part in parts:
             total = own[part].clone() if part in own else torch.zeros(p.numel(), device=p.device)
@@ -83,11 +83,15 @@ def mean_state(
     totals: dict[str, dict[str, torch.Tensor]] = {}
     for name, part, handle in handles:
         totals.setdefault(name, {})[part] = wait(handle).cpu()
-    return mean_residuals(backend("torch"), totals, process_set.size(), shared=shared, step=engine.step)
+    return mean_residuals(
+        backend("torch"), totals, process_set.size(), shared=shared, step=engine.step, policy=engine.policy_state
+    )
 
 
-def state_from(state: object, parameters: Mapping[str, torch.Tensor]) -> tuple[State, int]:
-    """What `mean_state` gave, as state of an engine and the step it belongs to, beside each of `parameters`.
+def state_from(state: object, parameters: Mapping[str, torch.Tensor]) -> tuple[State, int, tuple[float, ...]]:
+    """What `mean_state` gave, as state of an engine, the step it belongs to and what its policy knew.
+
+    The state lies beside each of `parameters`.
 
     Raises:
         ConfigurationError: it is something else, or belongs to another model.
@@ -97,7 +101,7 @@ def state_from(state: object, parameters: Mapping[str, torch.Tensor]) -> tuple[S
         name: {part: value.to(parameters[name].device, torch.float32, copy=True) for part, value in parts.items()}
         for name, parts in found.items()
     }
-    return moved, step
+    return moved, step, policy_from(state)
 
 
 def _parameters(exchange: GradientExchange) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from horovod.torch import mpi_ops
 from hvd_gradcomp.compressors import Compressor
 from hvd_gradcomp.engine import Engine, Parameter
 from hvd_gradcomp.errors import ConfigurationError
+from hvd_gradcomp.feedback.shares import plain_part
 from hvd_gradcomp.telemetry import Counters
 from hvd_gradcomp.torch.gradients import all_finite, owns_its_memory, sparse_dims
 from hvd_gradcomp.torch.transport import HorovodTransport, wait
@@ -155,16 +156,20 @@ class GradientExchange:
             self._sparse = {name: dims for name, (_, dims) in found.items() if dims}
         self._have_met = True
 
-    def load_state(self, state: dict[str, dict[str, torch.Tensor]], step: int) -> None:
+    def load_state(self, state: dict[str, dict[str, torch.Tensor]], step: int, policy: Sequence[float] = ()) -> None:
         """Replace all that this worker keeps; see `Engine.load_state`."""
         self._warn_about_residuals = False
-        self.engine.load_state(state, step)
+        self.engine.load_state(state, step, policy)
 
     # -- making the engine --------------------------------------------------------------------------------------------
 
     def compressed_parameters(self) -> list[torch.Tensor]:
         """The parameters whose gradients are compressed, in the order of the optimizer."""
         return [p for p in self._exchanged_parameters() if self._is_compressed(p)]
+
+    def compressor_of(self, p: torch.Tensor) -> Compressor:
+        """What compresses the gradient of `p`; a policy may change its ratio."""
+        return self.compressor.of(self.names[p], tuple(p.shape))
 
     def _exchanged_parameters(self) -> list[torch.Tensor]:
         ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -180,7 +185,7 @@ class GradientExchange:
         return min(self.names.values(), default="")
 
     def _is_compressed(self, p: torch.Tensor) -> bool:
-        return self.compressor.takes(p.numel()) and p.dtype in _KINDS
+        return self.compressor_of(p).takes(p.numel()) and p.dtype in _KINDS
 
     def _make_engine(self) -> Engine:
         optimizer = self.optimizer
@@ -247,7 +252,8 @@ class GradientExchange:
     def _frozen(self, p: torch.Tensor, name: str) -> torch.Tensor:
         """What a parameter that was frozen after the start sends: nothing, and its memory waits for its return."""
         parts = self.engine.state.get(name, {})
-        self._set_aside[name] = {part: parts.pop(part) for part in self.compressor.memory.parts if part in parts}
+        kept = [part for part in parts if plain_part(part) in self.compressor_of(p).memory.parts]
+        self._set_aside[name] = {part: parts.pop(part) for part in kept}
         return torch.zeros_like(p.grad)
 
     def _add_what_is_owed(self, parameters: list[torch.Tensor]) -> None:
@@ -332,7 +338,8 @@ class GradientExchange:
                 self._engine.abandon()
                 self._end_step()
         self._results.clear()
-        if self.compressor.memory.keeps and self.compressed_parameters() and not self.engine.state:
+        keeps = any(self.compressor_of(p).memory.keeps for p in self.compressed_parameters())
+        if keeps and not self.engine.state:
             self._warn_about_residuals = True
 
 

@@ -131,8 +131,7 @@ class Meeting:
 
     def load_residual_state_dict(self, state: Any) -> None:
         """See `LocalSGD`."""
-        found, step = state_from(state, self._compressed())
-        self._reduction.large.load_state(found, step)
+        self._reduction.large.load_state(*state_from(state, self._compressed()))
 
     # -- meeting ------------------------------------------------------------------------------------------------------
 

@@ -62,6 +62,19 @@ def counters(optimizer: torch.optim.Optimizer) -> Counters:
     return exchange_of(optimizer).counters
 
 
+def policy_report(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """What the policy of `optimizer` has decided for the next step, and why; the same on all workers.
+
+    For GraVAC "ratio", "factor" and "gain", for Accordion "ratio", "critical" and "norm", for schedules "ratio"; {}
+    where the compressor has no policy.
+
+    Raises:
+        ConfigurationError: the optimizer does not use a compressor of this package.
+    """
+    engine = exchange_of(optimizer).engine
+    return engine.adaptation.report(engine.step)
+
+
 def exchange_of(optimizer: torch.optim.Optimizer) -> GradientExchange:
     """The exchange behind an optimizer made with one of this package's compressors.
 

@@ -111,7 +111,14 @@ def test_a_terminal_has_a_bar() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "ratio"), [("topk(ratio=0.05) >> int8", (0.02, 0.04)), ("fp16", (0.5, 0.51))], ids=["topk", "fp16"]
+    ("spec", "ratio"),
+    [
+        ("topk(ratio=0.05) >> int8", (0.02, 0.04)),
+        ("fp16", (0.5, 0.51)),
+        # Where it settles depends on the time that steps take, if they differ.
+        ("gravac(topk >> int8, window=5, growth=4.0)", (0.002, 0.06)),
+    ],
+    ids=["topk", "fp16", "gravac"],
 )
 def test_spec_strings(tmp_path: Path, spec: str, ratio: tuple[float, float]) -> None:
     written, _ = result(tmp_path / "result.json", "--epochs", "1", "--compression", spec, workers=2)

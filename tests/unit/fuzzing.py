@@ -108,7 +108,8 @@ def _decode(code: Compressor, ops: Ops, data: bytes, size: int, report: Report) 
         assert found.shape == (size,)
         report.decoded += 1
     peak = tracemalloc.get_traced_memory()[1] - before
-    assert peak < 10_000 + 80 * size + 16 * len(data), f"{peak} bytes to decode {len(data)} bytes for {size} elements"
+    # Positions are drawn from up to twice as many, by some temporaries of int64.
+    assert peak < 10_000 + 128 * size + 16 * len(data), f"{peak} bytes to decode {len(data)} bytes for {size} elements"
     report.peak_bytes = max(report.peak_bytes, peak)
 
 

@@ -16,7 +16,8 @@ from simulated_cluster import Cluster, MemoryTransport
 from steps import engines_of, parameters_of, step
 
 from hvd_gradcomp.collectives import Allgather, Alltoall, Request, node_key, nodes_of, process_set_of
-from hvd_gradcomp.compressors import Compressor, Int8, Sign, TopK, TopKInt8, compression_from_spec
+from hvd_gradcomp.compressors import Compressor, Int8, Sign, Threshold, TopK, TopKInt8, compression_from_spec
+from hvd_gradcomp.engine.segments import least_bucket_bytes
 from hvd_gradcomp.errors import ConfigurationError, GradcompError, PayloadError, UnsupportedError
 from hvd_gradcomp.feedback import ErrorFeedback, MomentumCorrection, mean_residuals, residuals_from, whole_parts
 from hvd_gradcomp.feedback.shares import join_shares, share_of, share_size, shared_part
@@ -31,7 +32,7 @@ WAYS = {
     "one worker": ("scatter_reduce", (1,)),
     "nodes": ("hierarchical", (2, 2)),
     "uneven nodes": ("hierarchical", (2, 1, 3)),
-    "many nodes": ("hierarchical", (2, 2, 2, 2, 2)),
+    "many nodes": ("hierarchical", (2, 1, 1, 1, 2)),
     "one node": ("hierarchical", (3,)),
     "a worker a node": ("hierarchical", (1, 1)),
 }
@@ -226,7 +227,7 @@ def test_corrupt_bytes_are_an_error_at_every_worker(ops, way, kind):
         assert f"rank {run.cluster.ranks[victim]} sent a corrupt payload" in str(outcome)
 
 
-@pytest.mark.parametrize("others", ["allgather", "hierarchical"])
+@pytest.mark.parametrize("others", ["allgather", "hierarchical", "auto"])
 def test_workers_that_would_meet_in_different_ways(others):
     parameters = parameters_of(SHAPES)
     cluster = Cluster(3, nodes=(2, 1))
@@ -245,10 +246,12 @@ def test_workers_that_would_meet_in_different_ways(others):
 
 
 def test_what_cannot_be_hierarchical():
-    """Gradients that are clipped before they are added cannot be clipped afterwards."""
+    """Gradients that are clipped before they are added cannot be clipped afterwards; nor votes be taken from sums."""
     method = TopK(memory=MomentumCorrection(clip=1.0), collective="hierarchical")
     with pytest.raises(ConfigurationError, match="clip"):
         engines_of(Cluster(2, nodes=(1, 1)), method, parameters_of([(3000,)]))
+    with pytest.raises(ConfigurationError, match="each worker has a vote of its own"):
+        engines_of(Cluster(2, nodes=(1, 1)), Sign(collective="hierarchical"), parameters_of([(3000,)]))
 
 
 @pytest.mark.parametrize("spec", ["fp16(collective=scatter_reduce)", "powersgd(collective=hierarchical)"])
@@ -294,3 +297,76 @@ def test_process_sets_are_made_where_they_are_missing():
 
     with pytest.raises(UnsupportedError, match=r"dynamic process sets are off.*HOROVOD_DYNAMIC_PROCESS_SETS=1"):
         process_set_of([[0, 2], [1, 3]], 0, lambda: sets, refuse, everyone=True)
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def leaving(run: Run, worker: int) -> int:
+    """Bytes that left a worker in the last step.
+
+    Of an alltoall all parts but its own; of an allgather as many payloads as there are other workers, which is what a
+    ring lets each pass on.
+    """
+    total = 0
+    for each in run.cluster.sent[worker]:
+        if isinstance(each.request, Alltoall):
+            total += sum(each.request.splits) - each.request.splits[worker]
+        elif not each.name.endswith(".settings"):
+            total += (run.cluster.workers - 1) * len(each.request.payload)
+    return total
+
+
+@pytest.mark.parametrize("method", [TopK(ratio=0.05, dense_below=0) >> Int8(), Int8(dense_below=0)], ids=str)
+def test_bytes_do_not_grow_with_the_workers(method):
+    """Two payloads less what a worker keeps for itself, within 10 %, where an allgather sends N - 1."""
+    shapes = [(60_000,), (200, 150)]
+    payload = 0
+    for workers in (2, 4, 8):
+        runs = {}
+        for collective in ("allgather", "scatter_reduce"):
+            run = runs[collective] = Run(NUMPY, with_options(method, collective=collective), workers, shapes)
+            run.step()
+        if not runs["allgather"].engines[0].counters.total.fallbacks:
+            payload = payload or leaving(runs["allgather"], 0)
+            assert leaving(runs["allgather"], 1) == pytest.approx((workers - 1) * payload, rel=0.01)
+        for worker in range(workers):
+            sent = leaving(runs["scatter_reduce"], worker)
+            assert sent == pytest.approx(2 * payload * (workers - 1) / workers, rel=0.1)
+
+
+def test_bytes_between_nodes_are_shared_by_a_node_s_workers():
+    """Each of L workers exchanges 1 / L of a payload with the other nodes."""
+    shapes = [(60_000,), (200, 150)]
+    between = {}
+    for local in (1, 2, 4):
+        run = Run(NUMPY, TopK(ratio=0.05, dense_below=0, collective="hierarchical") >> Int8(), 2 * local, shapes)
+        run.cluster.nodes = (local, local)
+        run.step()
+        across = [
+            len(each.request.payload)
+            for each in run.cluster.sent[0]
+            if isinstance(each.request, Allgather) and not each.request.label and not each.name.endswith(".settings")
+        ]
+        between[local] = sum(across)
+        total = run.engines[0].counters.total
+        assert total.sent_bytes - total.node_bytes == between[local]
+        states = run.after[0]
+        kept_here = sum(len(values) for parts in states.values() for values in parts.values())
+        assert kept_here == pytest.approx(90_000 / local, abs=2)
+    assert between[2] == pytest.approx(between[1] / 2, rel=0.05)
+    assert between[4] == pytest.approx(between[1] / 4, rel=0.05)
+
+
+def test_buckets_grow_with_the_owners():
+    """So that headers stay small against what an owner sends and gets; the option of the user is the least."""
+    parameters = parameters_of([(1000,)] * 40)
+
+    def largest(workers: int, **options: Any) -> int:
+        (engine, *_) = engines_of(Cluster(workers), TopKInt8(ratio=0.5, **options), parameters, bucket_bytes=8000)
+        return max(bucket.size for bucket in engine.buckets)
+
+    assert largest(1, collective="scatter_reduce") == 2000
+    assert largest(20, collective="scatter_reduce") > 15_000
+    assert largest(20) == 2000
+    assert least_bucket_bytes(Threshold(value=1.0), 1000) == 0

@@ -85,7 +85,7 @@ class KerasState(ObjectState):
     def _remember(self) -> None:
         self._values = [tf.identity(each) for each in self._variables()]
         residuals = self._kept()
-        self._residuals = None if residuals is None else residuals.read()
+        self._residuals = None if residuals is None else (*residuals.read(), residuals.read_policy())
 
     def _meet_again(self) -> None:
         """Let the workers ask each other anew what they have in common: some may be new."""

@@ -31,7 +31,14 @@ def write_residuals(folder: Path, residuals: Residuals, process_set: hvd.Process
         for place, path in enumerate(residuals.by_path)
         for part, value in state.get(path, {}).items()
     }
-    np.savez(folder / _FILE, worker=np.array(worker), sizes=np.array(sizes), step=np.array(step), **values)
+    np.savez(
+        folder / _FILE,
+        worker=np.array(worker),
+        sizes=np.array(sizes),
+        step=np.array(step),
+        policy=np.array(residuals.read_policy()),
+        **values,
+    )
 
 
 def read_residuals(filepath: Any, residuals: Residuals, process_set: hvd.ProcessSet) -> None:
@@ -64,7 +71,7 @@ def read_residuals(filepath: Any, residuals: Residuals, process_set: hvd.Process
             place, _, part = name.partition(":")
             if part:
                 state[list(state)[int(place)]][part] = saved[name]
-        residuals.write(state, int(saved["step"]))
+        residuals.write(state, int(saved["step"]), saved["policy"].tolist() if "policy" in saved else ())
 
 
 def _asset(filepath: Any) -> bytes | None:

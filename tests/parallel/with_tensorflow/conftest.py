@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import horovod.tensorflow as hvd
 import pytest
 import tensorflow as tf
@@ -9,6 +11,7 @@ from tensorflow_workers import EVEN
 
 
 def pytest_configure() -> None:
+    os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     hvd.init(process_sets=[EVEN])
 
 

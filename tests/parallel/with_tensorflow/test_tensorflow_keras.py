@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow_workers import assert_same_everywhere
 
 import hvd_gradcomp.tensorflow.keras as hvd
-from hvd_gradcomp.tensorflow import FP16, ConfigurationError, TopKInt8, counters
+from hvd_gradcomp.tensorflow import FP16, ConfigurationError, TopK, TopKInt8, counters
 
 COMPRESSION = TopKInt8(ratio=0.05, dense_below=64)
 Optimizer = keras.optimizers.Optimizer
@@ -249,6 +249,22 @@ def test_backward_passes_are_added_up_before_they_are_exchanged(average):
     assert counters(optimizer).total.exchanges == 2
 
 
+@pytest.mark.parametrize("clip", ["clipnorm", "global_clipnorm", "clipvalue"])
+def test_gradients_are_clipped_after_the_exchange(clip):
+    """Clipped before it, the large gradient of one worker would count as much as the small ones of the others."""
+    variable = keras.Variable(np.zeros((40, 40), np.float32), name="w")
+    sgd = keras.optimizers.SGD(1.0, **{clip: 1.0})
+    optimizer = hvd.DistributedOptimizer(sgd, compression=TopK(ratio=1.0))
+    mine = np.full((40, 40), -3.0, np.float32)
+    if hvd.rank() == 0:
+        mine[:20] = 100.0 * hvd.size()
+    optimizer.apply([tf.constant(mine)], [variable])
+    average = np.full((40, 40), -3.0)
+    average[:20] = 100 - 3 * (hvd.size() - 1) / hvd.size()
+    expected = np.clip(average, -1, 1) if clip == "clipvalue" else average / np.linalg.norm(average)
+    np.testing.assert_allclose(variable.numpy(), -expected, rtol=1e-5)
+
+
 def test_local_variables_keep_their_own_gradient():
     shared, own = (keras.Variable(np.zeros((40, 40), np.float32), name=name) for name in ("shared", "own"))
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=TopKInt8(ratio=1.0))
@@ -315,10 +331,13 @@ def test_elastic_state_goes_back_to_what_was_committed_and_new_workers_get_it():
     assert_alike(model)
 
 
-def test_the_best_model_is_kept(tmp_path: Path):
+def test_the_best_model_is_kept_and_the_rate_falls_alike_on_all(tmp_path: Path):
     callback = hvd.callbacks.BestModelCheckpoint(monitor="loss", filepath=str(tmp_path / f"{hvd.rank()}.keras"))
     model = compiled(classifier(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.2), compression=COMPRESSION))
-    history = fit(model, hvd.callbacks.MetricAverageCallback(), callback, epochs=3)
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, min_delta=10, patience=1)
+    history = fit(model, hvd.callbacks.MetricAverageCallback(), callback, plateau, epochs=3)
+    # By that measure the first epoch is the best, and the two after it are each one too many.
+    assert history["learning_rate"] == pytest.approx([0.2, 0.2, 0.1])
     assert callback.best == min(history["loss"])
     assert type(keras.models.load_model(callback.filepath).optimizer) is keras.optimizers.SGD
 

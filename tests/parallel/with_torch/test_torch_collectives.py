@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
 import pytest
-from conftest import _even_out
-from known_gradients import (
-    SHAPES,
-    all_gradients,
-    assert_same_everywhere,
-    backward,
-    gradients,
-    optimizer_for,
-    parameters,
-)
+from known_gradients import SHAPES, all_gradients, backward, gradients, parameters
+from torch_workers import assert_same_everywhere, optimizer_for
 
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.torch import (
@@ -32,12 +24,10 @@ COLLECTIVES = ("scatter_reduce", "hierarchical")
 
 
 @pytest.fixture(autouse=True)
-def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers act as two nodes."""
     first = hvd.size() // 2
     monkeypatch.setenv("HVD_GRADCOMP_NODES", f"{first},{hvd.size() - first}")
-    yield
-    _even_out()
 
 
 def owed(optimizer: Any) -> dict[str, np.ndarray]:
