@@ -15,13 +15,15 @@ InTraining = dict[str, dict[str, float]]
 
 
 def write(page: Path, gradients: dict[str, OnGradients], training: InTraining, notes: dict[str, str]) -> None:
-    """Put the two tables into `page`; what is written around their marks by hand stays.
+    """Put the two tables into `page`, where there is something to put; what stands around their marks stays.
 
     Args:
         notes: spec -> a remark, for the methods to list, in order.
     """
-    replace_part(page, "gradients", "\n".join(gradient_table(gradients, notes)))
-    replace_part(page, "training", "\n".join(training_table(training, notes)))
+    if gradients:
+        replace_part(page, "gradients", "\n".join(gradient_table(gradients, notes)))
+    if training:
+        replace_part(page, "training", "\n".join(training_table(training, notes)))
 
 
 def gradient_table(found: dict[str, OnGradients], specs: Sequence[str] | dict[str, str]) -> list[str]:
