@@ -14,5 +14,6 @@ END
 unset TRITON_INTERPRET
 export PYTHONPATH=$PWD
 "$python" -m pytest -q -p no:cacheprovider --timeout 600 tests/unit/test_triton_kernels.py \
-    tests/unit/test_triton_refusal.py tests/unit/test_triton_code.py tests/unit/test_triton_choice.py
+    tests/unit/test_triton_refusal.py tests/unit/test_triton_steps.py tests/unit/test_triton_code.py \
+    tests/unit/test_triton_choice.py
 "$python" benchmarks/gpu_kernels.py "$@"

@@ -15,7 +15,7 @@ from pathlib import Path
 from hosts import Hosts, LabError
 
 HERE = Path(__file__).resolve().parent
-METHODS = ("fp16", "int8", "topk(ratio=0.01) >> int8")
+METHODS = ("int8", "topk(ratio=0.1) >> int8", "topk(ratio=0.01) >> int8")
 
 
 def main() -> None:

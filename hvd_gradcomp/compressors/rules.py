@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from math import prod
 from typing import Any, ClassVar
 
@@ -58,7 +59,8 @@ class Rule:
     max_size: int | None = None
 
     def __post_init__(self) -> None:
-        names = (self.names,) if isinstance(self.names, str) else tuple(self.names)
+        single = isinstance(self.names, str) or not isinstance(self.names, Iterable)
+        names = (self.names,) if single else tuple(self.names)
         if not names or not all(isinstance(each, str) for each in names):
             raise ConfigurationError(f"names must be a pattern such as '*.weight', or several, got {self.names!r}")
         if self.role is not None and self.role not in ROLES:
@@ -175,12 +177,16 @@ class Rules(Compressor):
         super().__post_init__()
 
     def of(self, name: str, shape: tuple[int, ...] | None) -> Compressor:
-        for rule in self.rules:
-            if rule.holds(name, shape):
-                found: Compressor = rule.compression
-                return found
-        other: Compressor = self.otherwise
-        return other
+        key = (name, shape)
+        if key not in self._known:
+            holding = (rule.compression for rule in self.rules if rule.holds(name, shape))
+            self._known[key] = next(holding, self.otherwise)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, tuple[int, ...] | None], Compressor]:
+        """What was found for a parameter: doors ask several times a step."""
+        return {}
 
     def members(self) -> tuple[Compressor, ...]:
         return tuple(dict.fromkeys([*(rule.compression for rule in self.rules), self.otherwise]))

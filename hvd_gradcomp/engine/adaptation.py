@@ -11,7 +11,7 @@ import struct
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvd_gradcomp.compressors import Compressor
@@ -19,7 +19,7 @@ from hvd_gradcomp.compressors.adaptive import Adaptive, left_by
 from hvd_gradcomp.compressors.base import Context
 from hvd_gradcomp.engine.units import Unit
 from hvd_gradcomp.errors import PayloadError
-from hvd_gradcomp.ops import Array, Ops
+from hvd_gradcomp.ops import Array, Ops, ops_for
 from hvd_gradcomp.policy import Observed, State
 
 # gain, candidate's gain, norm of the gradient, seconds of a step, bytes sent in a step
@@ -41,7 +41,6 @@ class Adaptation:
 
     Args:
         compressor: as the user gave it.
-        clock: for the duration of steps, in seconds.
 
     Attributes:
         state: of the policy; () without one.
@@ -50,12 +49,11 @@ class Adaptation:
         like: an empty array on the device of the gradients.
     """
 
-    def __init__(self, compressor: Compressor, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, compressor: Compressor) -> None:
         self.compressor = compressor
         self.state: State = compressor.adapts.init() if compressor.adapts else ()
         self.measuring = False
         self.like: Array = None
-        self._clock = clock
         self.in_use = self.state
         self._sums = _Sums()
         self._candidate: float | None = None
@@ -80,8 +78,8 @@ class Adaptation:
             return
         self.in_use = self.state if agreed else policy.init()
         self.measuring = agreed and policy.observes(step)
-        # Nothing of its values is of interest, and its memory is not to be kept.
-        self.like = like[:0] if len(like.shape) == 1 else like.reshape(-1)[:0]
+        # A view would keep the gradient's memory.
+        self.like = ops_for(like).zeros(0, "uint8", like)
         self._sums = _Sums()
         self._candidate = policy.candidate(self.in_use, step) if self.measuring else None
 
@@ -133,7 +131,7 @@ class Adaptation:
         Args:
             sent_bytes: by this worker since the start.
         """
-        sums, now = self._sums, self._clock()
+        sums, now = self._sums, time.perf_counter()
         steps = max(1, self._steps)
         seconds = 0.0 if self._since is None else (now - self._since) / steps
         # Counters may have been reset by their user.
@@ -177,7 +175,7 @@ class Adaptation:
         self._steps += 1
         if self._since is None:
             # The first step holds what is done once only; it is not timed.
-            self._since, self._steps = self._clock(), 0
+            self._since, self._steps = time.perf_counter(), 0
 
     def report(self, step: int) -> dict[str, float]:
         """What the policy would show at step `step`; {} without one."""

@@ -50,7 +50,7 @@ class Engine:
         average: divide the sum by the number of workers.
         options: further settings that must agree between workers, for the error when they do not.
         bucket_bytes: see `plan_buckets`; with granularity "model" there is one bucket, whatever this and `groups` say,
-            and with `collective="scatter_reduce"` they are as large as many owners need.
+            and with collectives that deal tensors out to owners they are as large as so many owners need.
         groups: see `plan_buckets`.
         scope: precedes the names of collectives, to tell apart engines whose parameters have equal names.
         settings_name: the collective in which workers compare their settings; by default one of its own. It has to be
@@ -89,7 +89,7 @@ class Engine:
         if compressor.granularity == "model":
             bucket_bytes, groups = sum(KIND_BYTES["float32"] * each.size for each in self.parameters), None
         for each in compressor.members() if compressor.granularity != "model" else ():
-            if each.collective == "scatter_reduce":
+            if each.collective != "allgather":
                 bucket_bytes = max(bucket_bytes, least_bucket_bytes(each, transport.workers))
         self.buckets = buckets_of(compressor, self.parameters, bucket_bytes, groups)
         self._bucket_of = {parameter.name: bucket for bucket in self.buckets for parameter in bucket.parameters}

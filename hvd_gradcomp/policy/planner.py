@@ -102,24 +102,18 @@ class Prediction:
 
 
 def fit_network(points: Sequence[tuple[float, float]]) -> Network:
-    """Latency and bandwidth from measured (bytes, seconds), so that the relative errors are smallest.
+    """Latency and bandwidth from measured (bytes, seconds): the smallest gives one, the largest the other.
+
+    What lies between is not fitted: shaped and buffered networks carry the first bytes faster than they can go on, and
+    a line through all points would promise that speed to a whole gradient.
 
     Raises:
         ConfigurationError: there are not two different sizes.
     """
-    if len({size for size, _ in points}) < 2:
+    (small, latency), (large, seconds) = min(points), max(points)
+    if small == large:
         raise ConfigurationError(f"expected collectives of two different sizes or more, got {list(points)}")
-    # Weighted least squares for a + b * size with weights 1 / seconds.
-    weights = [1 / max(seconds, 1e-9) ** 2 for _, seconds in points]
-    total = sum(weights)
-    mean_size = sum(w * size for w, (size, _) in zip(weights, points, strict=True)) / total
-    mean_seconds = sum(w * seconds for w, (_, seconds) in zip(weights, points, strict=True)) / total
-    spread = sum(w * (size - mean_size) ** 2 for w, (size, _) in zip(weights, points, strict=True))
-    slope = sum(w * (size - mean_size) * (s - mean_seconds) for w, (size, s) in zip(weights, points, strict=True))
-    slope /= spread
-    if slope <= 0:
-        return Network(max(mean_seconds, 0.0), float("inf"))
-    return Network(max(mean_seconds - slope * mean_size, 0.0), 1 / slope)
+    return Network(latency, (large - small) / (seconds - latency) if seconds > latency else float("inf"))
 
 
 def with_collective(method: Method, collective: str, machines: Machines) -> Method | None:
@@ -141,7 +135,7 @@ def predict(method: Method, machines: Machines, compute: Compute | None = None) 
     wires = [_wire(bucket, method.collective, machines) for bucket in method.buckets]
     exchange = _pipeline(method, wires, 0.0)
     step = compute.forward_s + _pipeline(method, wires, compute.backward_s) if compute else None
-    return Prediction(method, sum(wires), exchange, step)
+    return Prediction(method, sum(busy for busy, _ in wires) + max(delay for _, delay in wires), exchange, step)
 
 
 def rank(methods: Sequence[Method], machines: Machines, compute: Compute | None = None) -> list[Prediction]:
@@ -193,9 +187,22 @@ def _called(prediction: Prediction) -> str:
     )
 
 
-def _wire(bucket: Sending, collective: str, machines: Machines) -> float:
-    """Seconds of the network for one bucket."""
-    topology, links = machines.topology, machines.links
+def _wire(bucket: Sending, collective: str, machines: Machines) -> tuple[float, float]:
+    """Seconds for which one bucket keeps the network busy, and seconds by which its result comes later than that.
+
+    The latter are latencies: collectives of other buckets begin and end meanwhile.
+    """
+    costs = _costs(bucket, collective, machines.topology, machines.links)
+    instant = {
+        kind: Links(replace(links.between, latency_s=0.0), replace(links.within, latency_s=0.0))
+        for kind, links in machines.links.items()
+    }
+    busy = _costs(bucket, collective, machines.topology, instant)
+    return busy, costs - busy
+
+
+def _costs(bucket: Sending, collective: str, topology: Topology, links: Mapping[str, Links]) -> float:
+    """Seconds of a bucket's collectives, one after the other."""
     seconds = 0.0
     for kind, size in bucket.requests:
         if kind == "allgather" and collective == "scatter_reduce":
@@ -208,12 +215,13 @@ def _wire(bucket: Sending, collective: str, machines: Machines) -> float:
     return seconds
 
 
-def _pipeline(method: Method, wires: Sequence[float], backward_s: float) -> float:
+def _pipeline(method: Method, wires: Sequence[tuple[float, float]], backward_s: float) -> float:
     """Seconds from the start of the backward pass until the last average is there."""
     work = backward_s + method.compress_s
     whole = sum(bucket.dense_bytes for bucket in method.buckets)
-    done = free = 0.0
-    for bucket, wire in zip(method.buckets, wires, strict=True):
+    done = free = last = 0.0
+    for bucket, (busy, delay) in zip(method.buckets, wires, strict=True):
         done += bucket.dense_bytes / whole
-        free = max(free, done * work) + wire
-    return max(free, work) + method.decompress_s
+        free = max(free, done * work) + busy
+        last = max(last, free + delay)
+    return max(last, work) + method.decompress_s

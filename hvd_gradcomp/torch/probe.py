@@ -24,10 +24,11 @@ from hvd_gradcomp.engine.reduction import Reduction
 from hvd_gradcomp.policy.cost import FREE, Links, Network, Topology
 from hvd_gradcomp.policy.planner import COSTS, Compute, Machines, Method, Sending, fit_network
 
-#: Bytes that a worker hands in; the large ones are left out where they would take seconds.
-SIZES = (4, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
+#: Kind of collective -> bytes that a worker hands in, next to nothing and as much as a bucket or a fused gradient.
+SIZES = {"allreduce": (4, 32 << 20), "allgather": (4, 2 << 20), "alltoall": (4, 4 << 20)}
 _REPEATS = 3
-_LONGEST = 1.0
+# Seconds after which a collective is not repeated.
+_LONG = 1.0
 #: Values of a model that compressing is measured on; times of larger models are extrapolated.
 SAMPLE = 32 << 20
 # A dense exchange is many tensors, which Horovod copies together first.
@@ -63,13 +64,9 @@ def machines() -> Machines:
     within = _within(where)
     links = {}
     for kind in COSTS:
-        points = []
-        for size in SIZES:
-            # How many bytes the busiest link carries is what the cost model says for a network of one byte a second.
-            moved = COSTS[kind](size, flat, Links(Network(0.0, 1.0), FREE)).seconds
-            points.append((moved, _seconds(_collective(kind, size))))
-            if points[-1][1] * SIZES[-1] / SIZES[-2] > _LONGEST and len(points) > 2:
-                break
+        # How many bytes the busiest link carries is what the cost model says for a network of one byte a second.
+        unit = Links(Network(0.0, 1.0), FREE)
+        points = [(COSTS[kind](size, flat, unit).seconds, _seconds(_collective(kind, size))) for size in SIZES[kind]]
         network = fit_network(points)
         links[kind] = Links(network, network if where.nodes == 1 else within)
     return Machines(where, links)
@@ -88,7 +85,7 @@ def _within(where: Topology) -> Network:
     mine = next((each for each in nodes if each.included()), None)
     largest = Topology.even(max(where.local_sizes))
     points = []
-    for size in SIZES[1:-1]:
+    for size in SIZES["allreduce"]:
         moved = COSTS["allreduce"](size, largest, Links(Network(0.0, 1.0))).seconds
         call = _collective("allreduce", size, mine) if mine else _nothing
         points.append((moved, _seconds(call)))
@@ -122,7 +119,8 @@ def method(name: str, compressor: Compressor, shapes: Sequence[tuple[int, ...]],
         total = reduction.counters.total
         if step:
             seconds.append([_slowest(total.compress_seconds), _slowest(total.decompress_seconds)])
-    compress, decompress = (scale * statistics.median(each) for each in zip(*seconds, strict=True))
+    # The least: whatever else the machine was doing meanwhile only ever adds to it.
+    compress, decompress = (scale * min(each) for each in zip(*seconds, strict=True))
     kinds = {kind for requests in transport.requests.values() for kind, _ in requests}
     return Method(
         name,
@@ -154,7 +152,7 @@ def compute(module: torch.nn.Module, inputs: tuple[Any, ...]) -> Compute:
         _finished(loss)
         found.append((_slowest(between - started), _slowest(time.perf_counter() - between)))
         module.zero_grad()
-    return Compute(*(statistics.median(each) for each in zip(*found[1:], strict=True)))
+    return Compute(*(min(each) for each in zip(*found[1:], strict=True)))
 
 
 class Repeating:
@@ -255,14 +253,14 @@ def _collective(kind: str, size: int, among: hvd.ProcessSet = hvd.global_process
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    """The median of a few calls, each from a common start, after one that is not counted."""
-    found = []
-    for _ in range(1 + _REPEATS):
+    """The median of a few calls, each from a common start; the first is not counted, unless it takes long."""
+    found: list[float] = []
+    while len(found) <= _REPEATS and not (found and found[-1] > _LONG):
         _meet()
         started = time.perf_counter()
         call()
         found.append(_slowest(time.perf_counter() - started))
-    return statistics.median(found[1:])
+    return statistics.median(found[1:] or found)
 
 
 def _meet() -> None:

@@ -136,6 +136,16 @@ def test_compare_prints_and_writes_both(tmp_path: Path) -> None:
     assert row.split("test accuracy")[1].split() == [f"{run['test_accuracy']:.4f}" for run in (dense, written)]
 
 
+@pytest.mark.parametrize("options", [(), ("--diloco",)], ids=["local_sgd", "diloco"])
+def test_local_steps(tmp_path: Path, options: tuple[str, ...]) -> None:
+    written, _ = result(
+        tmp_path / "result.json", "--epochs", "4", "--compression", "none", "--local-steps", "8", *options, workers=2
+    )
+    assert written["test_accuracy"] > 0.7
+    # 4 epochs of 43 steps are 21 meetings and one at the end.
+    assert written["sent_ratio"] == 22 / (4 * 43)
+
+
 def test_one_worker_without_horovodrun(tmp_path: Path) -> None:
     written, printed = result(tmp_path / "result.json", "--epochs", "3", workers=None)
     assert written["workers"] == 1
@@ -151,12 +161,13 @@ def test_one_worker_without_horovodrun(tmp_path: Path) -> None:
     [
         (("--compression", "topk(ratio=2)"), "ratio"),
         (("--compression", "zip"), "'zip'"),
+        (("--diloco",), "--local-steps H"),
         (("--epochs", "0"), "expected a whole number above 0, got '0'"),
         (("--json", "/no/such/folder/result.json"), "'/no/such/folder/result.json'"),
     ],
     ids=lambda value: value[0].lstrip("-") if isinstance(value, tuple) else "",
 )
-def test_a_bad_option_is_one_clear_error_and_ends_all(options: tuple[str, str], expected: str) -> None:
+def test_a_bad_option_is_one_clear_error_and_ends_all(options: tuple[str, ...], expected: str) -> None:
     finished = run(*options, workers=2)
     assert finished.returncode != 0
     errors = [line for line in finished.stdout.splitlines() if "error: argument" in line]

@@ -20,9 +20,16 @@ if DEVICE == "cpu":
     # Kernels find out when they are imported whether they are to be interpreted.
     os.environ["TRITON_INTERPRET"] = "1"
 
-needs_triton = pytest.mark.skipif(
-    find_spec("triton") is None, reason="Triton is not installed: see docs/kernels.md for how to run these tests"
-)
+needs_triton = [
+    pytest.mark.skipif(
+        find_spec("triton") is None, reason="Triton is not installed: see docs/kernels.md for how to run these tests"
+    ),
+    # In words, so that it is asked when the test begins.
+    pytest.mark.skipif(
+        "'tensorflow' in sys.modules and 'triton' not in sys.modules",
+        reason="TensorFlow is loaded, after which Triton cannot be: see docs/kernels.md for how to run these tests",
+    ),
+]
 
 
 class OnGpu(TritonKernels, TorchOps):

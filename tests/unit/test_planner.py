@@ -36,9 +36,10 @@ def topk(compress_s: float = 0.0, decompress_s: float = 0.0) -> Method:
     return Method("topk", "allgather", buckets, compress_s, decompress_s)
 
 
-def test_a_line_through_measured_points() -> None:
-    network = fit_network([(size, 2e-3 + size / 5e7) for size in (4, 1e5, 1e7)])
-    assert network.latency_s == pytest.approx(2e-3)
+def test_latency_and_bandwidth_from_measured_points() -> None:
+    # The one in the middle went through a buffer.
+    network = fit_network([(1e5, 2e-3), (4, 2e-3), (1e7, 2e-3 + 1e7 / 5e7)])
+    assert network.latency_s == 2e-3
     assert network.bytes_per_s == pytest.approx(5e7)
     with pytest.raises(ConfigurationError, match="two different sizes"):
         fit_network([(4, 1.0), (4, 1.1)])
@@ -54,6 +55,13 @@ def test_an_exchange_by_itself_is_compressing_wire_and_decoding() -> None:
     assert found.wire_s == pytest.approx(0.1)
     assert found.exchange_s == pytest.approx(0.4 + 0.1 / 4 + 0.1)
     assert topk().ratio == 0.005
+
+
+def test_buckets_wait_for_latency_together() -> None:
+    links = Links(Network(0.3, 15 * MEGA))
+    where = Machines(Topology.even(4), dict.fromkeys(("allreduce", "allgather", "alltoall"), links))
+    assert predict(topk(), where).wire_s == pytest.approx(0.1 + 0.3)
+    assert predict(topk(), where).exchange_s == pytest.approx(0.1 + 0.3)
 
 
 def test_what_overlaps_costs_nothing_but_the_last_bucket() -> None:

@@ -69,9 +69,20 @@ def test_a_triton_that_cannot_be_imported_is_done_without(monkeypatch: pytest.Mo
         raise ImportError(f"no {name} today")
 
     monkeypatch.setattr(library, "import_module", broken)
+    monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
     x = gradient("normal", (5000,), 0)
     frame, residual = TopKInt8(0.1).encode(REFERENCE, x.copy(), Context())
     with pytest.warns(RuntimeWarning, match=r"without its GPU kernels \(no hvd_gradcomp.ops.triton.steps today\)"):
         found_frame, found_residual = TopKInt8(0.1).encode(OnGpu(), torch.from_numpy(x), Context())
     assert bits_of(found_frame) == bits_of(frame)
     assert np.array_equal(found_residual.numpy(), residual)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_triton_is_not_loaded_behind_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It would end this process.
+    monkeypatch.setattr(library, "import_module", lambda _: pytest.fail("Triton is loaded"))
+    monkeypatch.setitem(sys.modules, "tensorflow", sys)
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    with pytest.warns(RuntimeWarning, match="TensorFlow was imported before Triton"):
+        assert library.load() is None

@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hvd_gradcomp.ops.triton import bits, frames, positions, select, values
+from hvd_gradcomp.ops.triton.launch import options
 
 _X = {"x": "*fp32", "size": "i32"}
 _FOUND = {**_X, "state": "*i32", "found": "*i32", "blocks": "i32"}
@@ -107,7 +108,7 @@ def arithmetic(kernel: Any, signature: dict[str, str], constants: dict[str, Any]
     source = ASTSource(
         fn=kernel, signature={**signature, **dict.fromkeys(constants, "constexpr")}, constexprs=dict(constants)
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options(constants))
     found = set(_INSTRUCTION.findall(compiled.asm["ptx"]))
     return sorted(each for each in found if re.search(r"\.(f16|bf16|f32|f64)", each) and not _HARMLESS.match(each))
 

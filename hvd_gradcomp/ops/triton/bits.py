@@ -39,7 +39,7 @@ def word_at(data, at, inside):
     return word
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "octets"], do_not_specialize_on_alignment=["out"])
 def _pack(values, out, count, octets, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     octet = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     place = tl.arange(0, 8)
@@ -50,7 +50,7 @@ def _pack(values, out, count, octets, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + octet, tl.sum(bits, axis=1).to(tl.uint8), mask=octet < octets)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["data"])
 def _unpack(data, out, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     item = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     first = item * WIDTH
@@ -64,7 +64,7 @@ def _unpack(data, out, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + item, value.to(out.dtype.element_ty), mask=item < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["words"], do_not_specialize_on_alignment=["data"])
 def _checksum(data, total, words, BLOCK: tl.constexpr):
     item = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     word = word_at(data, 4 * item, item < words)

@@ -201,7 +201,7 @@ def _store(words: torch.Tensor, place: int, numbers: Sequence[int]) -> None:
     launch(_store_words, 1, words, words[place:], *signed, COUNT=len(numbers))
 
 
-@triton.jit(do_not_specialize=["a", "b", "c", "d", "e", "f"])
+@triton.jit(do_not_specialize=["a", "b", "c", "d", "e", "f"], do_not_specialize_on_alignment=["words"])
 def _store_words(words, a, b, c, d, e, f, COUNT: tl.constexpr):
     tl.store(words, a)
     if COUNT > 1:
@@ -213,14 +213,14 @@ def _store_words(words, a, b, c, d, e, f, COUNT: tl.constexpr):
         tl.store(words + 5, f)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["data", "table"])
 def _read_code(data, table):
     tl.store(table, tl.load(data).to(tl.int64))
     tl.store(table + 1, tl.load(data + 1).to(tl.int64))
     tl.store(table + 2, word_at(data, 4, True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["left"], do_not_specialize_on_alignment=["data", "table"])
 def _read_heads(data, table, left):
     tl.store(table + 3, tl.load(data).to(tl.int64))
     size = word_at(data, 4, True)

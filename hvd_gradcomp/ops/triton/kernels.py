@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from hvd_gradcomp.ops.base import Array, Corrected, Ops
 from hvd_gradcomp.ops.triton.library import load
 
-# Larger tensors do not fit the format (wire/positions.py), nor what the kernels count in 32 bits.
+# Larger tensors do not fit the format (wire/positions.py).
 _MAX_SIZE = 2**31 - 1
+# Elements, and places behind them up to a whole block, are counted in 32 bits.
+_LONGEST = 2**31 - 2**13
 _WIDEST = 32
 
 
@@ -29,7 +31,7 @@ class TritonKernels(Ops):
             self.on_device(x)
             and str(x.dtype) == f"torch.{dtype}"
             and x.is_contiguous()
-            and len(x) <= _MAX_SIZE
+            and len(x) <= _LONGEST
             and load() is not None
         )
 

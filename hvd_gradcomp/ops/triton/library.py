@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from functools import cache
 from importlib import import_module
@@ -21,8 +22,9 @@ def available() -> bool:
 def load() -> Any:
     """The module `steps`, which imports Triton; None where that fails (then it warns, once)."""
     try:
+        _refuse_after_tensorflow()
         return import_module("hvd_gradcomp.ops.triton.steps")
-    except ImportError as error:
+    except (ImportError, AttributeError, TypeError) as error:  # an old Triton lacks words that the kernels use
         warnings.warn(
             f"hvd_gradcomp runs without its GPU kernels ({error}): results are the same, by more and slower torch "
             f"operations. Install the Triton that belongs to this torch, or set {SWITCH}=0 to silence this",
@@ -30,6 +32,19 @@ def load() -> Any:
             stacklevel=2,
         )
         return None
+
+
+def _refuse_after_tensorflow() -> None:
+    """Do not load Triton's LLVM behind TensorFlow's: it would end the process ("registered more than once!").
+
+    Seen with TensorFlow 2.21 and Triton 3.9; the other way round both work. TensorBoard's writer for torch loads
+    TensorFlow as well, where it is installed.
+
+    Raises:
+        ImportError: TensorFlow is loaded, and Triton is not.
+    """
+    if "tensorflow" in sys.modules and "triton" not in sys.modules:
+        raise ImportError("TensorFlow was imported before Triton, and both need an LLVM: `import triton` first")
 
 
 def status() -> str:

@@ -165,7 +165,7 @@ def _read_marks(data: torch.Tensor, length: int, ends: torch.Tensor, wrong: torc
     launch(_place_marks, blocks, data, *arguments, BLOCK=8 * _OCTETS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "size"])
 def _measure(positions, gaps, sums, count, size, LOWEST: tl.constexpr, BLOCK: tl.constexpr):
     item = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = item < count
@@ -179,7 +179,7 @@ def _measure(positions, gaps, sums, count, size, LOWEST: tl.constexpr, BLOCK: tl
         tl.atomic_add(sums + 1 + place, tl.sum(gap >> (LOWEST + place), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["words"])
 def _mark(ends, words, count, RICE: tl.constexpr, BLOCK: tl.constexpr):
     item = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = item < count
@@ -196,14 +196,14 @@ def _bit_at(data, bit, length):
     return (octet >> (bit % 8).to(tl.int32)) & 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["data"])
 def _count_marks(data, found, length, BLOCK: tl.constexpr):
     block = tl.program_id(0)
     bit = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(found + block, tl.sum(_bit_at(data, bit, length), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "count"], do_not_specialize_on_alignment=["data"])
 def _place_marks(data, found, reached, ends, wrong, length, count, BLOCK: tl.constexpr):
     block = tl.program_id(0)
     bit = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -215,7 +215,7 @@ def _place_marks(data, found, reached, ends, wrong, length, count, BLOCK: tl.con
     tl.atomic_max(wrong, (last & (reached_here != count)).to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "size"])
 def _join(ends, sums, wrong, count, size, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
     # Before the i-th position lie i others, the low bits of i + 1 gaps, and as many steps of 2**SHIFT as there are
     # zeros before the i-th mark.
@@ -228,7 +228,7 @@ def _join(ends, sums, wrong, count, size, SHIFT: tl.constexpr, BLOCK: tl.constex
     tl.atomic_max(wrong, tl.max(outside.to(tl.int32), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "size"])
 def _check(positions, wrong, count, size, BLOCK: tl.constexpr):
     item = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = item < count

@@ -141,7 +141,8 @@ def _look(
         largest = tl.maximum(largest, key)
         present += (key > 0).to(tl.int32)
         if COUNT:
-            histogram += tl.histogram(key >> SHIFT, BINS, mask=inside)
+            # Places outside count as zeros: in the lowest bucket, of which nobody asks how much it holds.
+            histogram += tl.histogram(key >> SHIFT, BINS)
     tl.atomic_max(marks, tl.max(largest, axis=0))
     tl.atomic_add(marks + 1, tl.sum(present, axis=0))
     if COUNT:
@@ -158,11 +159,12 @@ def _narrow(x, state, counts, size, ABOVE: tl.constexpr, SHIFT: tl.constexpr, BI
         inside = at < size
         key = _magnitude(tl.load(x + at, mask=inside, other=0.0))
         shares = inside & ((key >> ABOVE) == prefix)
-        histogram += tl.histogram((key >> SHIFT) & (BINS - 1), BINS, mask=shares)
+        # What does not share the bits goes to the lowest bucket, of which nobody asks how much it holds.
+        histogram += tl.histogram(tl.where(shares, (key >> SHIFT) & (BINS - 1), 0), BINS)
     tl.atomic_add(counts + tl.arange(0, BINS), histogram, mask=histogram > 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def _pick(counts, state, k, FIRST: tl.constexpr, BINS: tl.constexpr):
     bucket = tl.arange(0, BINS)
     held = tl.load(counts + bucket)
@@ -170,13 +172,14 @@ def _pick(counts, state, k, FIRST: tl.constexpr, BINS: tl.constexpr):
         prefix, rank = 0, k
     else:
         prefix, rank = tl.load(state), tl.load(state + 1)
+    # What lies in higher buckets, so what the lowest one holds matters nowhere.
     above = tl.sum(held, axis=0) - tl.cumsum(held, axis=0)
     chosen = (above < rank) & (above + held >= rank)
     tl.store(state, prefix * BINS + tl.sum(tl.where(chosen, bucket, 0), axis=0))
     tl.store(state + 1, rank - tl.sum(tl.where(chosen, above, 0), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _count(x, state, found, size, blocks, BLOCK: tl.constexpr):
     block = tl.program_id(0)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -187,7 +190,7 @@ def _count(x, state, found, size, blocks, BLOCK: tl.constexpr):
     tl.store(found + blocks + block, tl.sum(((key == threshold) & (key > 0)).to(tl.int32), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _write(x, state, found, reached, positions, size, blocks, BLOCK: tl.constexpr):
     block = tl.program_id(0)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -85,7 +85,7 @@ def _value(x, where, item, inside, GATHER: tl.constexpr):
     return tl.load(x + place, mask=inside, other=0.0), place
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "block_log2"])
 def _largest(x, where, largest, count, block_log2, GATHER: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     item = start + tl.arange(0, BLOCK)
@@ -94,7 +94,7 @@ def _largest(x, where, largest, count, block_log2, GATHER: tl.constexpr, BLOCK: 
     tl.atomic_max(largest + (start >> block_log2), tl.max(key, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "blocks", "block_log2"], do_not_specialize_on_alignment=["steps", "levels"])
 def _quantize(
     x,
     where,
@@ -140,7 +140,7 @@ def _quantize(
         tl.store(decoded + item, product, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["steps"])
 def _check_steps(steps, wrong, blocks, BLOCK: tl.constexpr):
     block = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bits = word_at(steps, 4 * block, block < blocks)
@@ -153,7 +153,7 @@ def _half_at(data, at, inside):
     return low | (tl.load(data + at + 1, mask=inside, other=0).to(tl.int32) << 8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "size", "block_log2"], do_not_specialize_on_alignment=["start", "values"])
 def _add(
     start, values, where, out, count, size, block_log2, CODE: tl.constexpr, GATHER: tl.constexpr, BLOCK: tl.constexpr
 ):

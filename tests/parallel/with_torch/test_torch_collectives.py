@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
 import pytest
+import torch
 from known_gradients import SHAPES, all_gradients, backward, gradients, parameters
 from torch_workers import assert_same_everywhere, optimizer_for
 
@@ -19,6 +21,7 @@ from hvd_gradcomp.torch import (
     load_residual_state_dict,
     residual_state_dict,
 )
+from hvd_gradcomp.torch.optimizer import exchange_of
 
 COLLECTIVES = ("scatter_reduce", "hierarchical")
 
@@ -133,3 +136,58 @@ def test_in_a_process_set(even_ranks: hvd.ProcessSet) -> None:
         mean = np.mean([each[name] for each in everyone.values()], axis=0)
         np.testing.assert_allclose(p.grad.numpy(), mean, rtol=0, atol=0.02 * np.abs(mean).max())
     assert_same_everywhere({name: p.grad for name, p in params.items()}, even_ranks)
+
+
+def assert_conserved(params: Mapping[str, Any], optimizer: Any, number: int, before: Mapping[str, np.ndarray]) -> None:
+    """Of the step that was just made with the gradients of `number`."""
+    for name, kept in owed(optimizer).items():
+        due = np.mean([each[name].reshape(-1) for each in all_gradients(number).values()], axis=0) + before.get(name, 0)
+        arrived = params[name].grad.reshape(-1).numpy()
+        np.testing.assert_allclose(arrived + kept, due, rtol=0, atol=1e-5)
+
+
+def test_uneven_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers without a share take part all the same, and operations without a name still match afterwards."""
+    monkeypatch.setenv("HVD_GRADCOMP_NODES", f"1,{hvd.size() - 1}")
+    params = parameters()
+    optimizer = optimizer_for(params, compression_from_spec("topk(ratio=0.05, collective=hierarchical)"), groups=2)
+    before: dict[str, np.ndarray] = {}
+    for number in range(2):
+        step(params, optimizer, number)
+        assert_conserved(params, optimizer, number, before)
+        before = owed(optimizer)
+        assert_same_everywhere({name: p.grad for name, p in params.items()})
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+def test_the_cheapest_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a network as configured, and on the one that is there."""
+    monkeypatch.setenv("HVD_GRADCOMP_NETWORK", "1e-6,1e8,1e-7,1e12")
+    for _ in range(2):
+        params = parameters()
+        optimizer = optimizer_for(params, compression_from_spec("topk(ratio=0.05, collective=auto) >> int8"))
+        step(params, optimizer, 0)
+        assert_conserved(params, optimizer, 0, {})
+        assert_same_everywhere({name: p.grad for name, p in params.items()})
+        chosen = exchange_of(optimizer).engine.chooser
+        assert chosen is not None
+        speeds = torch.tensor([chosen.links.between.latency_s, chosen.links.between.bytes_per_s], dtype=torch.float64)
+        assert_same_everywhere({"speeds": speeds})
+        total = counters(optimizer).total
+        # With measured numbers any of them may be.
+        assert "HVD_GRADCOMP_NETWORK" not in os.environ or (total.nodewise > 0) == (hvd.size() > 2)
+        monkeypatch.delenv("HVD_GRADCOMP_NETWORK", raising=False)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_frozen_parameters_keep_what_is_owed_to_them(collective: str) -> None:
+    params = parameters()
+    optimizer = optimizer_for(params, compression_from_spec(f"topk(ratio=0.05, collective={collective})"))
+    for number in range(2):
+        step(params, optimizer, number)
+    before = owed(optimizer)["a.weight"]
+    params["a.weight"].requires_grad_(False)
+    optimizer.zero_grad()
+    backward(params, {name: g for name, g in gradients(2, hvd.rank()).items() if name != "a.weight"})
+    optimizer.step()
+    np.testing.assert_array_equal(owed(optimizer)["a.weight"], before)
