@@ -299,6 +299,7 @@ class Engine:
     def _next_step(self, bucket: Bucket) -> int:
         if not self._is_settled:
             # Workers that joined just now have other counts than the rest: until they agree, all take this one.
+            self._steps[bucket.index] = max(self._steps.get(bucket.index, 0), self._resumed + 1)
             return self._resumed
         step = self._steps.get(bucket.index, self._resumed)
         self._steps[bucket.index] = step + 1

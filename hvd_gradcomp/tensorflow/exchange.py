@@ -66,6 +66,8 @@ class GradientExchange:
             sorted({part for each in settings.compressor.members() for part in each.memory.parts}),
         )
         self._shares_known = False
+        # Of the state that the engine has: another one in the variables is a checkpoint's.
+        self._step_taken = self.engine.step
         # Two graphs that share this exchange may run at the same time.
         self._lock = threading.Lock()
 
@@ -188,7 +190,8 @@ class GradientExchange:
             for parameter in self.engine.parameters:
                 self.engine.submit(parameter.name, gradients.get(parameter.name))
             results = self.engine.finish()
-            self.residuals.write(self.engine.state, self.engine.step, self.engine.policy_state)
+            self._step_taken = self.engine.step
+            self.residuals.write(self.engine.state, self._step_taken, self.engine.policy_state)
             return [*(results[name] for name in names), True]
 
     def _create_shares(self) -> None:
@@ -209,10 +212,11 @@ class GradientExchange:
     def _take_state(self) -> None:
         """Let the engine go on from the variables: what the last step left there, or a checkpoint put there."""
         state, step = self.residuals.read()
-        if step == self.engine.step:
+        if step == self._step_taken:
             self.engine.state = state
         else:
             self.engine.load_state(state, step, self.residuals.read_policy())
+            self._step_taken = step
 
     def _count(self, dtypes: list[tf.DType], sizes: list[int]) -> None:
         counters = self.engine.counters.bucket("dense")

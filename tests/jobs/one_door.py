@@ -116,6 +116,16 @@ def through_tensorflow(spec: str, steps: int, recorder: Recorder) -> dict[str, A
     return {"sent": sent, "results": results, "kept": kept, "traces": step.experimental_get_tracing_count()}
 
 
+def a_zero(door: str) -> Any:
+    if door == "torch":
+        import torch
+
+        return torch.zeros(1)
+    import tensorflow as tf
+
+    return tf.zeros(1)
+
+
 def main(door: str, folder: Path) -> None:
     if door == "torch":
         import horovod.torch as hvd
@@ -130,7 +140,12 @@ def main(door: str, folder: Path) -> None:
     recorder = Recorder(HorovodTransport)
     through = through_torch if door == "torch" else through_tensorflow
     seen = {spec: through(spec, steps, recorder) for spec, steps in CASES.items()}
-    (folder / f"{door}-{hvd.rank()}.pickle").write_bytes(pickle.dumps(seen))
+    # Under its name only when it is whole: the launcher ends all workers when one ends with an error.
+    draft = folder / f"{door}-{hvd.rank()}.new"
+    draft.write_bytes(pickle.dumps(seen))
+    draft.rename(folder / f"{door}-{hvd.rank()}.pickle")
+    # None leaves before all have written.
+    hvd.allreduce(a_zero(door), name="written")
 
 
 if __name__ == "__main__":

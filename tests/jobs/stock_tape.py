@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -34,7 +35,14 @@ def main() -> None:
     except Exception as raised:
         error, message = type(raised).__name__, str(raised)
     outcome = {"error": error, "message": message}
-    (Path(sys.argv[1]) / f"{hvd.rank()}.json").write_text(json.dumps(outcome))
+    folder = Path(sys.argv[1])
+    draft = folder / f"{hvd.rank()}.new"
+    draft.write_text(json.dumps(outcome))
+    draft.rename(folder / f"{hvd.rank()}.json")
+    # The launcher ends both workers when one ends with an error: let the other one write too.
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and len(list(folder.glob("*.json"))) < hvd.size():
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":

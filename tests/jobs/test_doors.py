@@ -40,8 +40,11 @@ def seen(door: str, over: str, workers: int, folder: Path) -> list[dict[str, dic
         timeout=JOB_LIMIT,
         text=True,
     )
-    assert done.returncode == 0, done.stdout
-    return [pickle.loads((folder / f"{door}-{rank}.pickle").read_bytes()) for rank in range(workers)]
+    # What counts is what the workers wrote down, their last act: Horovod's core may end with an error when the core of
+    # another worker has ended before it (seen over Gloo).
+    written = [folder / f"{door}-{rank}.pickle" for rank in range(workers)]
+    assert all(path.exists() for path in written), done.stdout
+    return [pickle.loads(path.read_bytes()) for path in written]
 
 
 @pytest.mark.parametrize(("workers", "over"), [(2, "mpi"), (4, "gloo")])
