@@ -5,9 +5,11 @@ One job goes through all scenarios that leave Horovod working; a worker that die
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -48,6 +50,10 @@ JOIN_WORKS = ("join_fp16", "join_none")
 # is not itself any more when an allgather has met a worker that had joined.
 JOBS = ([*JOIN_WORKS, *JOIN_ERRORS], [*DIFFERENCES, "layouts_differ", *STOCK, *CORRUPT, "all_is_well"])
 
+# Mostly all is as over Gloo, but the worker that has joined may leave an allreduce of small tensors to the others,
+# who wait in MPI for it. The README tells users not to join.
+UNSAFE = {("mpi", "join_gather")}
+
 Outcomes = dict[str, list[dict[str, Any]]]
 
 
@@ -79,13 +85,18 @@ def launch(scenarios: list[str], folder: Path, over: str) -> tuple[int, Outcomes
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             status = process.wait(timeout=JOB_LIMIT)
         except subprocess.TimeoutExpired:
-            # The launcher ends its workers when it is asked to end.
-            process.terminate()
-            process.wait(timeout=20)
+            # Workers that hang are not ended by the launcher's end alone.
+            os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
+            subprocess.run(["pkill", "-KILL", "-f", f"{script} {folder}"], check=False)
+            process.kill()
+            process.wait(timeout=10)
     print(log.read_text(errors="replace")[-6000:])
     found = {
         name: [json.loads(path.read_text()) if path.exists() else {} for path in paths]
@@ -101,7 +112,8 @@ LAUNCHERS = ["mpi", "gloo"] if hvd.mpi_built() else ["gloo"]
 @pytest.fixture(scope="module", params=LAUNCHERS)
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     found: Outcomes = {}
-    for scenarios in JOBS:
+    for all_scenarios in JOBS:
+        scenarios = [each for each in all_scenarios if (request.param, each) not in UNSAFE]
         status, ended = launch(scenarios, tmp_path_factory.mktemp(request.param), request.param)
         assert status != -1, f"a job with {scenarios} did not end by itself"
         found |= ended
@@ -145,6 +157,8 @@ def test_a_corrupt_payload_names_the_rank_on_every_worker(scenario: str, outcome
 @pytest.mark.parametrize("scenario", JOIN_ERRORS)
 def test_join_is_a_clear_error_where_payloads_are_gathered(scenario: str, outcomes: Outcomes) -> None:
     """For the workers that go on; the one that has joined waits for them, and goes on when they have joined too."""
+    if scenario not in outcomes:
+        pytest.skip("over MPI a worker that joins can leave the others waiting in an allreduce")
     for outcome in outcomes[scenario][:2]:
         # When an allgather that Horovod has cached meets a worker that has joined, Horovod itself may end there (seen
         # over Gloo), and says so in an error of its own, as soon, if less clearly; or it takes the process along.
