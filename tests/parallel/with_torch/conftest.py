@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import horovod.torch as hvd
 import pytest
 import torch
+from horovod.common import process_sets
+from horovod.torch import mpi_ops
 from workers import WORKERS
 
 EVEN = hvd.ProcessSet(list(range(0, WORKERS, 2)))
@@ -22,6 +24,17 @@ def pytest_configure() -> None:
 def _together() -> None:
     """Workers begin each test together, so that a timeout counts the test and not the tests before it."""
     hvd.barrier()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_sets_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Take away the process sets that a module's hierarchical exchanges made: each costs time in all tests after it."""
+    yield
+    if request.session.testsfailed:
+        return
+    for number in sorted(mpi_ops._basics._get_process_set_ids_and_ranks()):
+        if number not in (0, EVEN.process_set_id):
+            hvd.remove_process_set(process_sets._temp_process_set_object(number))
 
 
 @pytest.fixture
