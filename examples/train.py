@@ -17,18 +17,19 @@ import argparse
 import hashlib
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
 import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
+from options import natural_number, positive_integer, positive_number, spec, unwritable
 from progress import Progress
+from results import Result, print_side_by_side
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -36,28 +37,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from hvd_gradcomp.torch import (
     Compressor,
-    ConfigurationError,
     DiLoCo,
     LocalSGD,
     NoCompression,
-    compression_from_spec,
     counters,
 )
-
-
-@dataclass(frozen=True)
-class Result:
-    """What one training gave. Bytes are sums over all workers and steps; with one worker there are none."""
-
-    compression: str
-    workers: int
-    epochs: int
-    seed: int
-    test_accuracy: float
-    dense_bytes: int
-    sent_bytes: int
-    sent_ratio: float | None
-    seconds: float
 
 
 def main() -> None:
@@ -218,20 +202,6 @@ def require_equal_weights(model: nn.Module) -> None:
         sys.exit("the workers ended with different weights, expected equal ones: please report this as a bug")
 
 
-def print_side_by_side(results: list[Result]) -> None:
-    """A line for each figure, a column for each training."""
-    rows = {
-        "compression": [each.compression for each in results],
-        "test accuracy": [f"{each.test_accuracy:.4f}" for each in results],
-        "bytes a dense run sends": [f"{each.dense_bytes:,}" for each in results],
-        "bytes sent": [f"{each.sent_bytes:,}" for each in results],
-        "ratio": ["-" if each.sent_ratio is None else f"{each.sent_ratio:.2%}" for each in results],
-        "seconds": [f"{each.seconds:.1f}" for each in results],
-    }
-    for name, cells in rows.items():
-        print(f"{name:<24}" + "".join(f"{cell:>26}" for cell in cells), flush=True)
-
-
 class Parser(argparse.ArgumentParser):
     """Lets rank 0 alone speak, and the others wait for it: a worker that exits first takes rank 0 down unheard."""
 
@@ -273,44 +243,6 @@ def parse_arguments() -> argparse.Namespace:
     if problem:
         parser.error(f"argument --json: {problem}")
     return args
-
-
-def spec(text: str) -> Compressor:
-    try:
-        return compression_from_spec(text)
-    except ConfigurationError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def positive_integer(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
-    return int(text)
-
-
-def natural_number(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a whole number, 0 or above, got {text!r}")
-    return int(text)
-
-
-def positive_number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return value
-
-
-def unwritable(path: Path) -> str | None:
-    """Why `path` cannot be written, found before the training and not after it."""
-    if path.is_dir():
-        return f"{str(path)!r} is a folder, expected the name of a file"
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        return f"cannot write {str(path)!r}: give a file in a folder that exists and is writable"
-    return None
 
 
 if __name__ == "__main__":

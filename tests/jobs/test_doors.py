@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from launching import environment
 from one_door import CASES
 
 pytestmark = pytest.mark.timeout(300)
@@ -21,19 +21,9 @@ def seen(door: str, over: str, workers: int, folder: Path) -> list[dict[str, dic
     """What each worker of a job saw."""
     horovodrun = [str(Path(sys.executable).with_name("horovodrun")), f"--{over}", "-np", str(workers)]
     script = Path(__file__).with_name("one_door.py")
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        "OMPI_MCA_mpi_yield_when_idle": "1",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        **os.environ,
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-    }
     done = subprocess.run(
         [*horovodrun, sys.executable, str(script), door, str(folder)],
-        env=environment,
+        env=environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
