@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import horovod.torch as hvd
 import torch
@@ -25,12 +25,14 @@ class Step:
         phases: seconds by phase, where known.
         compressed_bytes: of `sent_bytes`, those of compressed tensors, where known.
         kept: values in these.
+        ways: exchanges of buckets by what became of them, where known.
     """
 
     sent_bytes: int
     phases: dict[str, float]
     compressed_bytes: int = 0
     kept: int = 0
+    ways: dict[str, int] = field(default_factory=dict)
 
 
 Exchange = Callable[[], Step]
@@ -78,7 +80,9 @@ def _ours(parameters: dict[str, torch.nn.Parameter], spec: str) -> Exchange:
         total = found.total
         phases = {phase: getattr(total, f"{phase}_seconds") for phase in ("compress", "exchange", "decompress")}
         dense = found.bucket("dense")
-        return Step(total.sent_bytes, phases, total.sent_bytes - dense.sent_bytes, total.kept - dense.kept)
+        ways = {"scatter_reduce": total.scattered, "hierarchical": total.nodewise, "dense": total.fallbacks}
+        ways["allgather"] = total.exchanges - dense.exchanges - sum(ways.values())
+        return Step(total.sent_bytes, phases, total.sent_bytes - dense.sent_bytes, total.kept - dense.kept, ways)
 
     return exchange
 

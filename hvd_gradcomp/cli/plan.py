@@ -27,7 +27,6 @@ from hvd_gradcomp.policy.planner import (
     Prediction,
     advice,
     rank,
-    with_collective,
 )
 
 SUMMARY = "predict which method makes training fastest on these machines"
@@ -43,8 +42,6 @@ METHODS = (
     "topk(ratio=0.001) >> int8",
     "powersgd(rank=4)",
 )
-# Besides the allgather that every method is measured with.
-COLLECTIVES = ("scatter_reduce", "hierarchical")
 # Of a step's time without exchange; the backward pass computes two gradients where the forward pass computes a value.
 _FORWARD_SHARE = 1 / 3
 
@@ -98,9 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
         machines = probe.machines()
         found = [probe.dense(model.shapes)]
         for spec, compressor in methods.items():
-            measured = probe.method(spec, compressor, model.shapes)
-            others = (with_collective(measured, each, machines) for each in COLLECTIVES)
-            found += [measured, *(each for each in others if each)]
+            where = machines.topology
+            found += [probe.method(spec, compressor, model.shapes, where, way) for way in probe.ways(compressor, where)]
         compute = None
         if arguments.step_ms:
             seconds = arguments.step_ms / 1e3

@@ -79,6 +79,9 @@ class Adaptive(Compressor):
     def without_memory(self) -> Compressor:
         return Adaptive(self.compressor.without_memory(), self.policy)
 
+    def with_collective(self, collective: str) -> Compressor:
+        return Adaptive(self.compressor.with_collective(collective), self.policy)
+
     def at(self, step: int) -> Compressor:
         """As the policy begins; how it goes on depends on the gradients, which the engine follows."""
         return self.chosen(self.policy.ratio(self.policy.init(), step))

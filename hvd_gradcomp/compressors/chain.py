@@ -175,6 +175,9 @@ class Chain(Compressor):
     def without_memory(self) -> Compressor:
         return self.sparsifier.without_memory() >> self.code
 
+    def with_collective(self, collective: str) -> Compressor:
+        return self.sparsifier.with_collective(collective) >> self.code
+
     def at(self, step: int) -> Compressor:
         return self.sparsifier.at(step) >> self.code
 

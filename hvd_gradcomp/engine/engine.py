@@ -315,7 +315,7 @@ class Engine:
             # A policy's choice.
             return dense_for(parameters), "allgather"
         nodes = self._nodes.sizes if self._nodes is not None and self._nodes.is_useful else ()
-        method, collective = choose(compressor, parameters, self.transport.workers, nodes, self.chooser)
+        method, collective = choose(compressor, parameters, self.transport.workers, nodes, self.chooser, given)
         counters.fallbacks += method is not compressor
         return method, collective
 
@@ -376,7 +376,12 @@ class Engine:
             measured = any(each.collective == "auto" for each in self.compressor.members())
             self._nodes = Nodes(self.transport, needed=not auto)
             if measured:
-                self.chooser = make_chooser(self.transport, self._nodes, self._settings_name, like)
+                buckets: dict[Compressor, list[tuple[Parameter, ...]]] = {}
+                for bucket in self.buckets:
+                    method = self.compressor.of(bucket.name, bucket.parameters[0].shape)
+                    if method.collective == "auto":
+                        buckets.setdefault(method, []).append(bucket.parameters)
+                self.chooser = make_chooser(self.transport, self._nodes, self._settings_name, like, buckets)
         postponed, self._postponed = self._postponed, []
         for bucket, gradients in postponed:
             self._launch(bucket, gradients)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvd_gradcomp.errors import ConfigurationError
-from hvd_gradcomp.policy.cost import Links, Network, Topology
+from hvd_gradcomp.policy.cost import Links, Network, Topology, fit_network
 from hvd_gradcomp.policy.models import MODELS, values
 from hvd_gradcomp.policy.planner import (
     Compute,
@@ -13,10 +13,8 @@ from hvd_gradcomp.policy.planner import (
     Method,
     Sending,
     advice,
-    fit_network,
     predict,
     rank,
-    with_collective,
 )
 
 MEGA = 1e6
@@ -89,14 +87,17 @@ def test_the_ranking_and_its_sentence() -> None:
     assert advice(rank([dense()], machines(15 * MEGA))).startswith("dense is best here")
 
 
-def test_other_collectives() -> None:
+def test_collectives_of_some_workers_only() -> None:
+    """Eight shares cross from node to node at once, and gradients stay on the nodes."""
     many = machines(15 * MEGA, Topology.even(64, nodes=8))
-    scattered = with_collective(topk(), "scatter_reduce", many)
-    assert scattered is not None
-    assert predict(scattered, many).wire_s < predict(topk(), many).wire_s
-    assert with_collective(topk(), "hierarchical", many) is not None
-    assert with_collective(topk(), "hierarchical", machines(15 * MEGA)) is None
-    assert with_collective(dense(), "scatter_reduce", many) is None
+    nodewise = (("node alltoall", 25 * MEGA), ("across allgather", 0.125 * MEGA / 8), ("node allgather", 25 * MEGA / 8))
+    found = predict(Method("topk", "hierarchical", (Sending(25 * MEGA, nodewise),)), many)
+    on_the_node = 2 * 7 / 8 * 25 / (100 * 15)
+    assert found.wire_s == pytest.approx(on_the_node + 7 * 0.125 / 15)
+    scattered = (("alltoall", 0.125 * MEGA), ("allgather", 0.125 * MEGA / 64))
+    flat = machines(15 * MEGA, Topology.even(64))
+    found = predict(Method("topk", "scatter_reduce", (Sending(25 * MEGA, scattered),)), flat)
+    assert found.wire_s == pytest.approx(2 * 63 / 64 * 0.125 / 15)
 
 
 @pytest.mark.parametrize(
