@@ -22,6 +22,7 @@ from hvd_gradcomp.compressors import compression_from_spec
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.policy.models import MODELS
 from hvd_gradcomp.policy.planner import (
+    FORWARD_SHARE,
     Compute,
     Machines,
     Prediction,
@@ -42,8 +43,6 @@ METHODS = (
     "topk(ratio=0.001) >> int8",
     "powersgd(rank=4)",
 )
-# Of a step's time without exchange; the backward pass computes two gradients where the forward pass computes a value.
-_FORWARD_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         compute = None
         if arguments.step_ms:
             seconds = arguments.step_ms / 1e3
-            compute = Compute(_FORWARD_SHARE * seconds, (1 - _FORWARD_SHARE) * seconds)
+            compute = Compute(FORWARD_SHARE * seconds, (1 - FORWARD_SHARE) * seconds)
         elif model.inputs:
             compute = probe.compute(model.module, model.inputs)
         ranking = rank(found, machines, compute)

@@ -168,6 +168,18 @@ class Accordion(_With):
     policy: ClassVar[type[Policy]] = policies.Accordion
 
 
+class Auto(_With):
+    """Dense, or the least compression that makes steps faster here, by `policy.Auto`; its options are the keywords.
+
+        Auto(TopK() >> Int8(), lowest=0.001)
+
+    Args:
+        compressor: what to change; `TopKInt8` by default. The ratio that it was given itself is not looked at.
+    """
+
+    policy: ClassVar[type[Policy]] = policies.Auto
+
+
 class Scheduled(Compressor):
     """The ratio by a schedule: `Scheduled(TopK() >> Int8(), Exponential(start=0.25, end=0.001, steps=1000))`.
 

@@ -92,13 +92,13 @@ def make_chooser(
         like: an array on the device that collectives use.
         buckets: method -> the buckets that it compresses, the same on all workers.
     """
-    topology, useful = Topology(nodes.sizes), nodes if nodes.is_useful else None
-    if configured_network():
-        return Chooser(topology, _configured(transport, topology, name, like), useful)
-    if transport.workers == 1:
-        return Chooser(topology, dict.fromkeys(COSTS, Links(FREE)), useful)
-    chooser = Chooser(topology, _measured(transport, nodes, name, like), useful)
+    useful = nodes if nodes.is_useful else None
+    local = nodes.local if nodes.is_useful else None
+    topology = Topology(nodes.sizes)
+    chooser = Chooser(topology, networks(transport, nodes.sizes, local, name, like), useful)
     rates = {}
+    if configured_network() or transport.workers == 1:
+        return chooser
     for method, its in buckets.items():
         # The one with the model's last layers, and the one with its first ones, which has the smallest tensors.
         samples = [its[place] for place in sorted({0, len(its) - 1})]
@@ -109,8 +109,8 @@ def make_chooser(
         wires = {way: chooser.network_s(way, payload, dense) for way in chooser.ways(method)}
         for way, wire in wires.items():
             if wire < _HOPELESS * wires.get("dense", math.inf):
-                spent = sum(rehearse(method, sample, nodes.sizes, way, like) for sample in samples)
-                rates[method, way] = max(spent, 1e-9) / elements
+                parts = [rehearse(method, sample, nodes.sizes, way, like) for sample in samples]
+                rates[method, way] = sum(max(each.before_s + each.after_s, 1e-9) for each in parts) / elements
     agreed = agree(ops_for(like), transport, list(rates.values()), f"{name}.computing", like) if rates else []
     computing: dict[Compressor, dict[str, float]] = {}
     for (method, way), rate in zip(rates, agreed, strict=True):
@@ -118,37 +118,41 @@ def make_chooser(
     return Chooser(topology, chooser.links, useful, computing)
 
 
-def _configured(transport: Transport, topology: Topology, name: str, like: Array) -> dict[str, Links]:
-    """What the user says, for all kinds of collectives; workers that were told different things take the mean."""
+def networks(
+    transport: Transport, sizes: Sequence[int], local: Transport | None, name: str, like: Array
+) -> dict[str, Links]:
+    """The networks as each kind of collective sees them: configured or measured, the same numbers on all workers.
+
+    Args:
+        transport: among all workers.
+        sizes: the number of workers on each node.
+        local: among those of this worker's node; None where the network within nodes does not matter.
+        name: of the collectives.
+        like: an array on the device that collectives use.
+    """
+    ops, workers, one_node = ops_for(like), transport.workers, len(sizes) == 1
+    if workers == 1:
+        return dict.fromkeys(COSTS, Links(FREE))
     told = [number for network in configured_network() for number in network]
-    numbers = agree(ops_for(like), transport, told, f"{name}.agreed", like)
-    between = Network(numbers[0], numbers[1])
-    within = Network(numbers[2], numbers[3]) if len(numbers) > 2 else between if topology.nodes == 1 else FREE
-    return dict.fromkeys(COSTS, Links(between, within))
-
-
-def _measured(transport: Transport, nodes: Nodes, name: str, like: Array) -> dict[str, Links]:
-    """The networks as each kind of collective sees them."""
-    ops, sizes, workers = ops_for(like), nodes.sizes, transport.workers
-    flat = Topology(sizes) if len(sizes) > 1 else Topology.even(workers)
+    if told:
+        numbers = agree(ops, transport, told, f"{name}.agreed", like)
+        between = Network(numbers[0], numbers[1])
+        within = Network(numbers[2], numbers[3]) if len(numbers) > 2 else between if one_node else FREE
+        return dict.fromkeys(COSTS, Links(between, within))
+    flat = Topology.even(workers) if one_node else Topology(tuple(sizes))
     numbers = [number for kind in COSTS for number in _fitted(transport, kind, flat, f"{name}.network", like)]
-    if nodes.is_useful:
-        local = nodes.local
-        alone = local.workers == 1
+    if local is not None:
         its = Topology.even(local.workers)
-        numbers += [1.0, 1.0] if alone else _fitted(local, "alltoall", its, f"{name}.node", like)
-    agreed = agree(ops, transport, numbers, f"{name}.agreed", like)
-    networks = [Network(*agreed[place : place + 2]) for place in range(0, len(agreed), 2)]
+        numbers += [1.0, 1.0] if local.workers == 1 else _fitted(local, "alltoall", its, f"{name}.node", like)
+    numbers = agree(ops, transport, numbers, f"{name}.agreed", like)
+    found = [Network(*numbers[place : place + 2]) for place in range(0, len(numbers), 2)]
     inside = FREE
-    if nodes.is_useful:
+    if local is not None:
         # Workers that are alone on their node have said 1, and so nothing.
         share = workers / sum(size for size in sizes if size > 1)
-        last = networks.pop()
+        last = found.pop()
         inside = Network(last.latency_s**share, last.bytes_per_s**share)
-    return {
-        kind: Links(network, network if len(sizes) == 1 else inside)
-        for kind, network in zip(COSTS, networks, strict=True)
-    }
+    return {kind: Links(network, network if one_node else inside) for kind, network in zip(COSTS, found, strict=True)}
 
 
 def _fitted(transport: Transport, kind: str, topology: Topology, name: str, like: Array) -> list[float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +22,7 @@ from hvd_gradcomp.engine.choice import choose, dense_for, require_collective
 from hvd_gradcomp.engine.choosing import Chooser, make_chooser
 from hvd_gradcomp.engine.nodes import NodePassage, Nodes
 from hvd_gradcomp.engine.passage import KIND_BYTES, Passage
+from hvd_gradcomp.engine.planning import predicted_waits
 from hvd_gradcomp.engine.segments import least_bucket_bytes
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.ops import Array, ops_for
@@ -212,7 +213,7 @@ class Engine:
                 self._adapt()
             self._settled_workers = self._agreed_workers
         finally:
-            self.adaptation.end()
+            self.adaptation.end(self._waited_s)
             self._gathering.clear()
             self._postponed.clear()
             self._in_flight.clear()
@@ -314,10 +315,26 @@ class Engine:
         if compressor.meets == "dense" and given.meets != "dense":
             # A policy's choice.
             return dense_for(parameters), "allgather"
-        nodes = self._nodes.sizes if self._nodes is not None and self._nodes.is_useful else ()
-        method, collective = choose(compressor, parameters, self.transport.workers, nodes, self.chooser, given)
+        method, collective = self.chosen(compressor, parameters, given)
         counters.fallbacks += method is not compressor
         return method, collective
+
+    def chosen(
+        self, compressor: Compressor, parameters: Sequence[Parameter], given: Compressor
+    ) -> tuple[Compressor, str]:
+        """`compressor` or a dense one, and how its payloads meet; see `choose`."""
+        nodes = self._nodes.sizes if self._nodes is not None and self._nodes.is_useful else ()
+        return choose(compressor, parameters, self.transport.workers, nodes, self.chooser, given)
+
+    @property
+    def settings_name(self) -> str:
+        """The collective in which workers compare their settings; others of the engine's own are called after it."""
+        return self._settings_name
+
+    @property
+    def nodes(self) -> Nodes | None:
+        """Who shares a node; None where it does not matter."""
+        return self._nodes
 
     def fingerprint(self, parameters: Sequence[Parameter]) -> int:
         """32 bits for all that must be the same on the workers that exchange `parameters`."""
@@ -387,9 +404,19 @@ class Engine:
             self._launch(bucket, gradients)
 
     def _adapt(self) -> None:
-        """Tell the policy, on all workers alike, what they measured in this step."""
+        """Tell the policy, on all workers alike, what they measured in this step, and what it wants to know besides."""
         ops = ops_for(self.adaptation.like)
         sent_bytes = sum(each.sent_bytes for each in self.counters.buckets.values())
-        request = Allgather(self.adaptation.message(ops, sent_bytes))
+        request = Allgather(self.adaptation.message(ops, sent_bytes, self._waited_s()))
         gathered = self.transport.wait(self.transport.start(request, f"{self._settings_name}.policy"))
-        self.adaptation.conclude(ops, gathered, self.transport.ranks)
+        observed = self.adaptation.observed(ops, gathered, self.transport.ranks)
+        ratios = self.adaptation.to_predict()
+        if ratios:
+            observed = replace(observed, predicted=predicted_waits(self, ratios, observed.seconds - observed.waited_s))
+        self.adaptation.conclude(observed)
+
+    def _waited_s(self) -> float:
+        return sum(
+            each.compress_seconds + each.exchange_seconds + each.decompress_seconds
+            for each in self.counters.buckets.values()
+        )

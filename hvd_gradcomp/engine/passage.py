@@ -151,7 +151,7 @@ class Passage:
         looked = {}
         for name, size in ((parameter.name, parameter.size) for parameter in unit.parameters):
             gradient = ops.flat32(gradients[name])
-            if self.adaptation.measuring:
+            if self.adaptation.looks:
                 self.adaptation.note_gradient(ops, gradient)
             parts = whole_parts(ops, name, size, state.get(name, {}), self.own_ending)
             looked[name], self.advanced[name] = (
@@ -160,7 +160,7 @@ class Passage:
                 else memory.correct(ops, gradient, parts, workers)
             )
         corrected = looked[unit.name] if alone else ops.correct(unit.join(ops, looked), None, wanted)
-        if self.adaptation.measuring and unit in self.large:
+        if self.adaptation.looks and unit in self.large:
             copied = ops.copy(corrected.x) if self.adaptation.looks_further else None
             self.looked_at[unit.name] = (norm(ops, corrected.x), copied)
         return corrected

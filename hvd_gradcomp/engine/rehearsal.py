@@ -101,25 +101,45 @@ class _Stage:
         return 0
 
 
-def rehearse(method: Compressor, parameters: Sequence[Parameter], sizes: Sequence[int], way: str, like: Array) -> float:
-    """Seconds of computing in one exchange of a bucket on this worker, the collectives left out.
+@dataclass(frozen=True)
+class Rehearsed:
+    """What one worker does in one exchange of a bucket.
+
+    Attributes:
+        before_s: seconds of computing until the first collective begins.
+        after_s: seconds of computing afterwards.
+        requests: kind and bytes of its collectives, as `Echo.requests`.
+    """
+
+    before_s: float
+    after_s: float
+    requests: tuple[tuple[str, float], ...]
+
+
+def rehearse(
+    method: Compressor, parameters: Sequence[Parameter], sizes: Sequence[int], way: str, like: Array
+) -> Rehearsed:
+    """The exchange of a bucket by this worker alone.
 
     Args:
-        method: whose payloads are gathered.
+        method: how it is compressed.
         parameters: those of the bucket.
         sizes: the number of workers on each node.
-        way: "dense", "allgather", "scatter_reduce" or "hierarchical".
+        way: "dense", "allgather", "scatter_reduce" or "hierarchical"; "allgather" for methods whose payloads are added.
         like: an array on the device of the gradients.
     """
-    parameters = divisible(parameters, sizes)
-    stage = _Stage(method, Echo(sizes), Adaptation(method))
-    nodes = Nodes(stage.transport) if way == "hierarchical" else None
-    seconds = 0.0
+    if way in ("scatter_reduce", "hierarchical"):
+        parameters = divisible(parameters, sizes)
+    echo = Echo(sizes)
+    stage = _Stage(method, echo, Adaptation(method))
+    nodes = Nodes(echo) if way == "hierarchical" else None
+    found = Rehearsed(0.0, 0.0, ())
     # The first time there is no residual, and memory is new.
     for step in range(2):
         gradients = made_up(parameters, step, like)
         counters = BucketCounters()
-        stage.transport.seconds = 0.0
+        echo.seconds = 0.0
+        echo.requests.clear()
         started = perf_counter()
         passage: Passage | NodePassage
         if nodes is not None:
@@ -128,11 +148,15 @@ def rehearse(method: Compressor, parameters: Sequence[Parameter], sizes: Sequenc
             used = dense_for(parameters) if way == "dense" else method
             collective = "scatter_reduce" if way == "scatter_reduce" else "allgather"
             passage = Passage(stage, used, parameters, gradients, counters, step, collective)
-        results = _run(passage.exchange(), stage.transport)
+        exchange = passage.exchange()
+        request = next(exchange)
+        begun = perf_counter()
+        results = _run(exchange, request, echo)
         # On another device the work is done when something of it is there.
         ops_for(like).all_finite(next(iter(results.values()))[:1])
-        seconds = perf_counter() - started - stage.transport.seconds
-    return seconds
+        after = perf_counter() - begun - echo.seconds
+        found = Rehearsed(begun - started, after, tuple(each for its in echo.requests.values() for each in its))
+    return found
 
 
 def divisible(parameters: Sequence[Parameter], sizes: Sequence[int]) -> list[Parameter]:
@@ -161,13 +185,14 @@ def _cut(ops: Ops, pool: Array, start: int, size: int) -> Array:
     return ops.copy(joined[start : start + size])
 
 
-def _run(exchange: Generator[Request | Confirm, Any, dict[str, Array]], transport: Echo) -> dict[str, Array]:
-    """What comes of an exchange among workers that are all alike."""
-    request = next(exchange)
+def _run(
+    exchange: Generator[Request | Confirm, Any, dict[str, Array]], request: Request | Confirm, echo: Echo
+) -> dict[str, Array]:
+    """What comes of an exchange among workers that are all alike, from its first request on."""
     while True:
         answer: object = True
         if not isinstance(request, Confirm):
-            among = request.among or transport
+            among = request.among or echo
             answer = among.wait(among.start(request, ""))
         try:
             request = exchange.send(answer)

@@ -37,9 +37,12 @@ _PIECES = 16
 
 @contextmanager
 def workers() -> Iterator[bool]:
-    """Horovod, running, with one thread a worker where workers share cores; tells whether this is rank 0."""
+    """Horovod, running, with as many threads as there are cores for each worker, unless OMP_NUM_THREADS says how many.
+
+    Tells whether this is rank 0.
+    """
     hvd.init()
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // hvd.local_size()))
     yield hvd.rank() == 0
     # A worker that ends before the others may take them down.

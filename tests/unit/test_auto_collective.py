@@ -126,8 +126,11 @@ def test_a_rehearsal_does_what_the_exchange_will_do(way):
     like = np.zeros(1, dtype=np.float32)
     parameters = (Parameter("w", 20_000, "float32"), Parameter("b", 3000, "float32"))
     method = TopKInt8(ratio=0.05, collective="allgather" if way == "dense" else way)
-    assert 0 < rehearse(method, parameters, (2, 2), way, like) < 60
+    found = rehearse(method, parameters, (2, 2), way, like)
+    assert found.before_s > 0
+    assert found.after_s > 0
     if way == "dense":
+        assert found.requests == (("allreduce", 4.0 * 23_000),)
         return
     echo = Echo((2, 2))
     engine = Engine(method, parameters, echo)
@@ -145,6 +148,9 @@ def test_a_rehearsal_does_what_the_exchange_will_do(way):
     assert [kind for kind, _ in echo.requests[bucket.name]][-len(kinds[way]) :] == kinds[way]
     sent = sum(size for _, size in echo.requests[bucket.name][-len(kinds[way]) :])
     assert engine.counters.total.sent_bytes == sent
+    # Headers of other shares, at most.
+    assert [kind for kind, _ in found.requests] == kinds[way]
+    assert sum(size for _, size in found.requests) == pytest.approx(sent, rel=0.02)
 
 
 def test_means_are_geometric():
