@@ -155,6 +155,7 @@ def as_text(model: str, machines: Machines, compute: Compute | None, ranking: li
         network = links.between
         rate = "too fast to measure" if math.isinf(network.bytes_per_s) else f"{network.bytes_per_s / 1e6:,.1f} MB/s"
         lines.append(f"  {kind:<10} {1e3 * network.latency_s:7.2f} ms and {rate}")
+    lines.append(f"  while workers compute, the network goes on at {machines.overlap:.0%} of its speed")
     if compute:
         lines.append(
             f"  computing  {1e3 * compute.forward_s:7.1f} ms forward, {1e3 * compute.backward_s:.1f} ms backward"
@@ -199,6 +200,7 @@ def as_json(model: str, machines: Machines, compute: Compute | None, ranking: li
         "workers": machines.topology.workers,
         "local_sizes": machines.topology.local_sizes,
         "networks": networks,
+        "overlap": machines.overlap,
         "forward_s": compute.forward_s if compute else None,
         "backward_s": compute.backward_s if compute else None,
         "methods": methods,

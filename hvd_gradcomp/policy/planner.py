@@ -70,10 +70,17 @@ class Compute:
 
 @dataclass(frozen=True)
 class Machines:
-    """Where the workers are, and what connects them: as seen by each kind of collective."""
+    """Where the workers are, and what connects them.
+
+    Attributes:
+        topology: which workers share a node.
+        links: kind of collective -> the networks as it sees them.
+        overlap: how fast the network goes on while the workers compute, as a part of its speed.
+    """
 
     topology: Topology
     links: Mapping[str, Links]
+    overlap: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -98,8 +105,8 @@ class Prediction:
 def predict(method: Method, machines: Machines, compute: Compute | None = None) -> Prediction:
     """What a step takes with `method`."""
     wires = [_wire(bucket, machines) for bucket in method.buckets]
-    exchange = _pipeline(method, wires, 0.0)
-    step = compute.forward_s + _pipeline(method, wires, compute.backward_s) if compute else None
+    exchange = _pipeline(method, wires, 0.0, machines.overlap)
+    step = compute.forward_s + _pipeline(method, wires, compute.backward_s, machines.overlap) if compute else None
     return Prediction(method, sum(busy for busy, _ in wires) + max(delay for _, delay in wires), exchange, step)
 
 
@@ -168,13 +175,15 @@ def _wire(bucket: Sending, machines: Machines) -> tuple[float, float]:
     return busy, whole - busy
 
 
-def _pipeline(method: Method, wires: Sequence[tuple[float, float]], backward_s: float) -> float:
+def _pipeline(method: Method, wires: Sequence[tuple[float, float]], backward_s: float, overlap: float) -> float:
     """Seconds from the start of the backward pass until the last average is there."""
     work = backward_s + method.compress_s
     whole = sum(bucket.dense_bytes for bucket in method.buckets)
     done = free = last = 0.0
     for bucket, (busy, delay) in zip(method.buckets, wires, strict=True):
         done += bucket.dense_bytes / whole
-        free = max(free, done * work) + busy
+        start = max(free, done * work)
+        meanwhile = overlap * max(0.0, work - start)
+        free = start + busy / overlap if busy < meanwhile else max(start, work) + busy - meanwhile
         last = max(last, free + delay)
     return max(last, work) + method.decompress_s

@@ -25,10 +25,14 @@ from hvd_gradcomp.policy.cost import COSTS, FREE, Links, Network, Topology, fit_
 from hvd_gradcomp.policy.planner import Compute, Machines, Method, Sending
 
 #: Kind of collective -> bytes that a worker hands in, next to nothing and as much as a bucket or a fused gradient.
-SIZES = {"allreduce": (4, 32 << 20), "allgather": (4, 2 << 20), "alltoall": (4, 4 << 20)}
+SIZES = {"allreduce": (4, 32 << 20), "allgather": (4, 8 << 20), "alltoall": (4, 8 << 20)}
 _REPEATS = 3
-# Seconds after which a collective is not repeated.
+# Seconds after which a collective is not repeated; by how much times differ that have settled; how often at most.
 _LONG = 1.0
+_SETTLED = 1.1
+_MOST = 10
+# Of a small computation, enough to be timed.
+_ROUNDS = 200
 #: Values of a model that compressing is measured on; times of larger models are extrapolated.
 SAMPLE = 32 << 20
 # A dense exchange is many tensors, which Horovod copies together first.
@@ -72,7 +76,7 @@ def machines() -> Machines:
         points = [(COSTS[kind](size, flat, unit).seconds, _seconds(_collective(kind, size))) for size in SIZES[kind]]
         network = fit_network(points)
         links[kind] = Links(network, network if where.nodes == 1 else within)
-    return Machines(where, links)
+    return Machines(where, links, overlap())
 
 
 def _within(where: Topology) -> Network:
@@ -227,14 +231,44 @@ def _collective(kind: str, size: int, among: hvd.ProcessSet = hvd.global_process
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    """The median of a few calls, each from a common start; the first is not counted, unless it takes long."""
+    """How long a call takes once its time has settled, from a common start; of one that takes long, the first time.
+
+    Connections and buffers take some hundred megabytes to get up to speed, and a training has thousands of steps.
+    """
     found: list[float] = []
-    while len(found) <= _REPEATS and not (found and found[-1] > _LONG):
+    while True:
         _meet()
         started = time.perf_counter()
         call()
         found.append(_slowest(time.perf_counter() - started))
-    return statistics.median(found[1:] or found)
+        last = found[-_REPEATS:]
+        settled = len(found) > _REPEATS and max(last) < _SETTLED * min(last)
+        if found[-1] > _LONG or settled or len(found) == _MOST:
+            return found[-1] if found[-1] > _LONG else statistics.median(last)
+
+
+def overlap() -> float:
+    """Which part of the network's time passes while a worker computes, from 0 to 1.
+
+    Less than all of it where a worker's computing leaves no core to Horovod's own thread.
+    """
+    call = _collective("allgather", 2 << 20)
+    values = torch.zeros(256 << 10)
+
+    def computing(times: int) -> None:
+        for _ in range(times):
+            values.add_(1.0)
+
+    network = _seconds(call)
+    rounds = max(1, round(_ROUNDS * min(network, _LONG) / _seconds(lambda: computing(_ROUNDS))))
+    alone = _seconds(lambda: computing(rounds))
+
+    def both() -> None:
+        handle = hvd.allgather_async(torch.zeros(2 << 20, dtype=torch.uint8), name="plan.overlap")
+        computing(rounds)
+        hvd.synchronize(handle)
+
+    return min(1.0, max(0.0, (network + alone - _seconds(both)) / min(network, alone)))
 
 
 def _meet() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hvd_gradcomp.errors import ConfigurationError
@@ -69,6 +71,19 @@ def test_what_overlaps_costs_nothing_but_the_last_bucket() -> None:
     slow = predict(dense(), machines(15 * MEGA), compute)
     # The network begins when the first quarter of backward is done and is then busy for 10 s.
     assert slow.step_s == pytest.approx(1.0 + 0.5 + 10.0)
+
+
+def test_a_network_that_goes_on_slowly_while_workers_compute() -> None:
+    compute = Compute(forward_s=1.0, backward_s=2.0)
+    alone = machines(15 * MEGA)
+    # Four buckets of 2.5 s each at full speed, the first after a quarter of backward.
+    busy = replace(alone, overlap=0.5)
+    assert predict(dense(), busy, compute).step_s == pytest.approx(1.0 + 2.0 + 10.0 - 0.5 * 1.5)
+    assert predict(dense(), replace(alone, overlap=0.0), compute).step_s == pytest.approx(1.0 + 2.0 + 10.0)
+    # Buckets that are over before the work is.
+    quick = replace(machines(1500 * MEGA), overlap=0.5)
+    assert predict(dense(), quick, compute).step_s == pytest.approx(3.0 + 0.1 / 4)
+    assert predict(topk(compress_s=0.4), replace(machines(15 * MEGA), overlap=0.0)).exchange_s == pytest.approx(0.5)
 
 
 def test_the_ranking_and_its_sentence() -> None:
