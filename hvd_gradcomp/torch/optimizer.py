@@ -3,7 +3,7 @@
 Horovod builds its optimizer from the methods of one class. `register` puts three methods in their place, each of which
 calls Horovod's own unless the compression is one of ours: with stock compressions nothing changes. Horovod tells a
 compressor neither the parameter's name nor the operation; its optimizer knows both. `hvd.join` is replaced as well, see
-`joining`.
+`engine/joining.py`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from horovod.torch import mpi_ops
 from horovod.torch import optimizer as stock
 
 from hvd_gradcomp.compressors.base import as_compressor
+from hvd_gradcomp.engine.joining import join, watch
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.telemetry import Counters
 from hvd_gradcomp.torch.exchange import GradientExchange
-from hvd_gradcomp.torch.joining import join, watch
 
 _ATTRIBUTE = "_hvd_gradcomp"
 _originals: dict[tuple[Any, str], Callable[..., Any]] = {}

@@ -3,7 +3,8 @@
 Horovod lets a worker that has joined send zeros to allreduces; an allgather it refuses, on all workers, after which a
 joined worker's own call fails and what the others have under way can wait for it without end (seen over MPI). So a
 worker that has made an optimizer whose payloads are gathered does not get as far as joining. Nothing here is about
-compressors whose exchange is an allreduce alone: with those Horovod's join works, and is called as it is.
+compressors whose exchange is an allreduce alone: with those Horovod's join works, and is called as it is. The doors
+put `join` in the place of Horovod's.
 """
 
 from __future__ import annotations
