@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["dense", "fp16", "textbook-topk", "dgc", "topk-int8"])
     parser.add_argument("--ratio", type=float, default=0.01, help="of values kept, for textbook-topk and dgc")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--backward-ms", type=float, default=0, help="in which gradients become ready one by one")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before, not counted")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
@@ -42,7 +43,7 @@ def main() -> None:
         parameters = {
             f"{method}.{number}": torch.nn.Parameter(torch.zeros(shape)) for number, shape in enumerate(shapes)
         }
-        exchange = make(method, parameters, arguments.ratio)
+        exchange = make(method, parameters, arguments.ratio, arguments.backward_ms / 1000)
         seconds, steps = [], []
         for step in range(arguments.warm_up + arguments.steps):
             source.fill(parameters, step)

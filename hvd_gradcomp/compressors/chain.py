@@ -179,7 +179,8 @@ class Chain(Compressor):
         return self.sparsifier.with_collective(collective) >> self.code
 
     def at(self, step: int) -> Compressor:
-        return self.sparsifier.at(step) >> self.code
+        sparsifier = self.sparsifier.at(step)
+        return self if sparsifier is self.sparsifier else sparsifier >> self.code
 
     def with_ratio(self, ratio: float) -> Compressor:
         return self.sparsifier.with_ratio(ratio) >> self.code
