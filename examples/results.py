@@ -18,6 +18,8 @@ class Result:
     sent_bytes: int
     sent_ratio: float | None
     seconds: float
+    #: what rank 0 counted, see `hvd_gradcomp.telemetry.BucketCounters`
+    counters: dict[str, float]
 
 
 def print_side_by_side(results: list[Result]) -> None:

@@ -89,6 +89,7 @@ def train(compression: Compressor, args: argparse.Namespace) -> Result:
         sent_bytes=sent_bytes,
         sent_ratio=sent_bytes / dense_bytes if dense_bytes else None,
         seconds=round(seconds, 2),
+        counters=asdict(sent),
     )
 
 

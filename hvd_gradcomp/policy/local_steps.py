@@ -9,9 +9,9 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from hvd_gradcomp.errors import ConfigurationError
 
@@ -39,6 +39,65 @@ class PostLocal:
 
     def __call__(self, done: int) -> int:
         return self.local_steps if done >= self.after else 1
+
+
+class Clock:
+    """Counts the local steps of one worker and says when it is time to meet.
+
+    Args:
+        sync_every: the steps between two meetings.
+
+    Attributes:
+        steps: how many this worker has taken.
+        since_meeting: how many of them since it last met the others.
+        until_meeting: how many there are between that meeting and the next.
+
+    Raises:
+        ConfigurationError: see `steps_until_meeting`.
+    """
+
+    def __init__(self, sync_every: LocalSteps) -> None:
+        self.sync_every = sync_every
+        self.steps = 0
+        self.since_meeting = 0
+        self.until_meeting = steps_until_meeting(sync_every, 0)
+
+    def count(self, steps: int = 1) -> bool:
+        """Count steps; whether it is time to meet after them."""
+        self.steps += steps
+        self.since_meeting += steps
+        return self.since_meeting >= self.until_meeting
+
+    def meet(self) -> None:
+        """The workers have met, whether or not it was time."""
+        self.since_meeting = 0
+        self.until_meeting = steps_until_meeting(self.sync_every, self.steps)
+
+    def settings(self) -> dict[str, object]:
+        """What must be the same on all workers that meet."""
+        return {"sync_every": describe(self.sync_every), "local steps": self.steps}
+
+    def state_dict(self) -> dict[str, int]:
+        """The counts, to be saved."""
+        return {"steps": self.steps, "since_meeting": self.since_meeting, "until_meeting": self.until_meeting}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The reverse of `state_dict`."""
+        self.steps = int(state["steps"])
+        self.since_meeting = int(state["since_meeting"])
+        self.until_meeting = int(state["until_meeting"])
+
+
+def check_outer(outer_lr: float, outer_momentum: float) -> None:
+    """Check the values of DiLoCo's outer Nesterov momentum.
+
+    Raises:
+        ConfigurationError: they are out of their range.
+    """
+    if not (outer_lr > 0 and 0 <= outer_momentum < 1):
+        raise ConfigurationError(
+            f"expected outer_lr > 0 and 0 <= outer_momentum < 1, got {outer_lr!r} and {outer_momentum!r}"
+        )
 
 
 def steps_until_meeting(sync_every: LocalSteps, done: int) -> int:

@@ -1,14 +1,7 @@
 """Local SGD for PyTorch: workers step on their own and meet every H steps, as an optimizer around an ordinary one.
 
-What happens when they meet:
-
-    no compression, no outer optimizer      p = average of the workers' p, by Horovod's allreduce
-    otherwise                               change = average over workers of compressed(anchor - p), error fed
-                                            anchor = anchor - change, or a step of the outer optimizer along it
-                                            p = anchor
-
-The anchor is what all workers agreed on when they last met. What a compressor does not send of a worker's change stays
-as that worker's residual and is sent at a later meeting. Gradients are not exchanged at all.
+What happens when they meet is in `engine/meeting.py`. What a compressor does not send of a worker's change stays as
+that worker's residual and is sent at a later meeting. Gradients are not exchanged at all.
 
 Not here: accumulating gradients over H batches and stepping once, which is Horovod's `backward_passes_per_step`.
 
@@ -22,7 +15,6 @@ References:
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -32,17 +24,17 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvd_gradcomp.compressors import Compressor
-from hvd_gradcomp.compressors.base import as_compressor
+from hvd_gradcomp.engine.meeting import Meetings, change_compressor
 from hvd_gradcomp.errors import ConfigurationError, UnsupportedError
-from hvd_gradcomp.policy.local_steps import LocalSteps, describe, steps_until_meeting
+from hvd_gradcomp.policy.local_steps import LocalSteps, check_outer
 from hvd_gradcomp.telemetry import Counters
-from hvd_gradcomp.torch.meeting import Meeting
+from hvd_gradcomp.torch.checkpoint import mean_state, state_from
+from hvd_gradcomp.torch.replica import Outer, Replica
+from hvd_gradcomp.torch.transport import HorovodTransport
 
 _FORMAT = "hvd_gradcomp local SGD 1"
 # How many there have been in a process set: their collectives need different names.
 _made: Counter[int] = Counter()
-
-Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 
 class LocalSGD(torch.optim.Optimizer):
@@ -83,30 +75,23 @@ class LocalSGD(torch.optim.Optimizer):
     ) -> None:
         # Not calling the base's: parameters and state are the inner optimizer's, see __getattr__.
         self._optimizer = _local(optimizer)
-        self._sync_every = sync_every
-        self._steps = 0
-        self._since_meeting = 0
-        self._until_meeting = steps_until_meeting(sync_every, 0)
-        parameters = _named(optimizer, named_parameters)
+        self._process_set = process_set
         _made[process_set.process_set_id] += 1
-        self._meeting = Meeting(
-            parameters,
-            _checked(compression),
-            outer,
-            {name: buffer for name, buffer in buffers if buffer.is_floating_point()},
-            process_set,
-            scope=f"local{_made[process_set.process_set_id]}:",
-        )
+        scope = f"local{_made[process_set.process_set_id]}:"
+        averaged = {name: buffer for name, buffer in buffers if buffer.is_floating_point()}
+        self._replica = Replica(_named(optimizer, named_parameters), outer, averaged, process_set, scope)
+        compressor = change_compressor(compression, mpi_ops.Compression.none)
+        self._meetings = Meetings(self._replica, sync_every, compressor, HorovodTransport(process_set), scope)
 
     @property
     def counters(self) -> Counters:
         """What was sent so far by this worker; `dense_bytes` are those of meeting at the same steps uncompressed."""
-        return self._meeting.counters
+        return self._meetings.counters
 
     @property
     def steps(self) -> int:
         """How many local steps this worker has taken."""
-        return self._steps
+        return self._meetings.clock.steps
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of this worker, and a meeting if it is time for one.
@@ -114,15 +99,12 @@ class LocalSGD(torch.optim.Optimizer):
         With `torch.amp.GradScaler` a step whose gradients overflowed on this worker changes nothing but is counted,
         so that workers keep meeting at the same steps.
         """
-        self._meeting.remember_start()
+        self._meetings.before_step()
         skipped = self._overflowed()
         result = None
         if not skipped:
             result = self._optimizer.step() if closure is None else self._optimizer.step(closure)
-        self._steps += 1
-        self._since_meeting += 1
-        if self._since_meeting >= self._until_meeting:
-            self.synchronize()
+        self._meetings.after_steps()
         return result
 
     def synchronize(self) -> None:
@@ -133,10 +115,7 @@ class LocalSGD(torch.optim.Optimizer):
                 with different parameters; the message names ranks and settings.
             NonFiniteError: some worker's change holds NaN or infinity; parameters and anchors stay as they were.
         """
-        settings = {"sync_every": describe(self._sync_every), "local steps": self._steps}
-        self._meeting.hold(settings, changed=self._since_meeting > 0)
-        self._since_meeting = 0
-        self._until_meeting = steps_until_meeting(self._sync_every, self._steps)
+        self._meetings.synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the inner optimizer does."""
@@ -151,20 +130,7 @@ class LocalSGD(torch.optim.Optimizer):
 
         What workers have not sent yet is not in it: see `residual_state_dict`.
         """
-        if self._since_meeting:
-            warnings.warn(
-                f"this state is saved {self._since_meeting} steps after the workers last met, so it is this worker's "
-                "alone: call synchronize() before saving what all are to load",
-                stacklevel=2,
-            )
-        return {
-            "format": _FORMAT,
-            "optimizer": self._optimizer.state_dict(),
-            "steps": self._steps,
-            "since_meeting": self._since_meeting,
-            "until_meeting": self._until_meeting,
-            **self._meeting.state_dict(),
-        }
+        return {"format": _FORMAT, "optimizer": self._optimizer.state_dict(), **self._meetings.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The reverse of `state_dict`, on every worker, beside loading the model.
@@ -178,22 +144,22 @@ class LocalSGD(torch.optim.Optimizer):
                 f"expected what LocalSGD.state_dict() gave (format {_FORMAT!r}), got {found!r}; the state of an "
                 "ordinary optimizer is loaded into the optimizer that LocalSGD was given"
             )
-        self._meeting.load_state_dict(state_dict)
+        self._meetings.load_state_dict(state_dict)
         self._optimizer.load_state_dict(state_dict["optimizer"])
-        self._steps = int(state_dict["steps"])
-        self._since_meeting = int(state_dict["since_meeting"])
-        self._until_meeting = int(state_dict["until_meeting"])
 
     def residual_state_dict(self) -> dict[str, object]:
         """What the workers have not sent of their changes, as their mean; see `hvd_gradcomp.torch.residual_state_dict`.
 
         Collective: every worker makes the call, each gets the same tensors on the CPU.
         """
-        return self._meeting.residual_state_dict()
+        return mean_state(self._meetings.reduction.large, self._compressed(), self._process_set)
 
     def load_residual_state_dict(self, state: Any) -> None:
         """Give this worker what was saved by `residual_state_dict`; on every worker, however many they are now."""
-        self._meeting.load_residual_state_dict(state)
+        self._meetings.reduction.large.load_state(*state_from(state, self._compressed()))
+
+    def _compressed(self) -> dict[str, torch.Tensor]:
+        return {each.name: self._replica.tensors[each.name] for each in self._meetings.reduction.large.parameters}
 
     def _overflowed(self) -> bool:
         """Undo the loss scale, where a GradScaler has left that to us; whether it found NaN or infinity."""
@@ -232,10 +198,7 @@ def DiLoCo(  # noqa: N802  (the paper's name)
     Raises:
         ConfigurationError: an argument is out of its range.
     """
-    if not (outer_lr > 0 and 0 <= outer_momentum < 1):
-        raise ConfigurationError(
-            f"expected outer_lr > 0 and 0 <= outer_momentum < 1, got {outer_lr!r} and {outer_momentum!r}"
-        )
+    check_outer(outer_lr, outer_momentum)
     if "outer" in options:
         raise ConfigurationError("DiLoCo brings its own outer optimizer: for another one use LocalSGD(outer=...)")
     outer = functools.partial(torch.optim.SGD, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
@@ -271,15 +234,3 @@ def _named(
     if not named:
         raise ConfigurationError("the optimizer has no parameter that requires a gradient: there is nothing to average")
     return named
-
-
-def _checked(compression: object) -> Compressor | None:
-    if compression is None or compression is mpi_ops.Compression.none:
-        return None
-    compressor = as_compressor(compression)
-    if compressor is None:
-        raise ConfigurationError(
-            f"compression must be a compressor of hvd_gradcomp or None, got {compression!r}; "
-            "instead of hvd.Compression.fp16 use FP16()"
-        )
-    return compressor

@@ -19,6 +19,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from hvd_gradcomp.collectives import Request
 from hvd_gradcomp.torch import FP16, NoCompression, TopK, TopKInt8
 from hvd_gradcomp.torch.optimizer import exchange_of
 
@@ -140,6 +141,31 @@ def killed() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     optimizer.step()
     train(params, optimizer, 1000)
+
+
+def killed_between_rounds(collective: str) -> None:
+    """The last worker dies when the first round of an exchange is over and the second would begin."""
+    params, optimizer = optimizer_for(TopK(ratio=0.01, collective=collective))
+    train(params, optimizer, 2)
+    engine = exchange_of(optimizer).engine
+    start = engine._start
+
+    def die_at_the_second(bucket: Any, request: Request, rounds: int) -> Any:
+        if rounds == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return start(bucket, request, rounds)
+
+    if on_last(True, False):
+        engine._start = die_at_the_second  # type: ignore[method-assign]
+    train(params, optimizer, 1000)
+
+
+def killed_scatter_reduce() -> None:
+    killed_between_rounds("scatter_reduce")
+
+
+def killed_hierarchical() -> None:
+    killed_between_rounds("hierarchical")
 
 
 def left() -> None:

@@ -49,19 +49,30 @@ JOBS = (
     [*DIFFERENCES, "layouts_differ", *STOCK, *CORRUPT, "all_is_well"],
 )
 
+#: Lets four workers of this machine act as two nodes of two.
+TWO_NODES = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HVD_GRADCOMP_NODES": "2,2"}
+
 Outcomes = dict[str, list[dict[str, Any]]]
 
 
-def launch(scenarios: list[str], folder: Path, over: str) -> tuple[int, Outcomes]:
-    """Run scenarios; the launcher's status, and how each ended on each worker ({} where it could not say)."""
-    horovodrun = [str(Path(sys.executable).with_name("horovodrun")), f"--{over}", "-np", str(WORKERS)]
+def launch(
+    scenarios: list[str], folder: Path, over: str, workers: int = WORKERS, outlived: bool = False, **variables: str
+) -> tuple[int, Outcomes]:
+    """Run scenarios; the launcher's status, and how each ended on each worker ({} where it could not say).
+
+    What the job has printed is in `folder / "log"`. With `outlived` the launcher hears of a worker's death only when
+    all have come to an end.
+    """
+    horovodrun = [str(Path(sys.executable).with_name("horovodrun")), f"--{over}", "-np", str(workers)]
     script = str(Path(__file__).with_name("scenarios.py"))
+    if outlived:
+        horovodrun += [sys.executable, str(Path(__file__).with_name("outlived.py")), str(folder), str(workers)]
     log = folder / "log"
     status = -1
     with log.open("wb") as sink:
         process = subprocess.Popen(
             [*horovodrun, sys.executable, script, str(folder), *scenarios],
-            env=environment(),
+            env={**environment(), **variables},
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
@@ -81,7 +92,7 @@ def launch(scenarios: list[str], folder: Path, over: str) -> tuple[int, Outcomes
     found = {
         name: [json.loads(path.read_text()) if path.exists() else {} for path in paths]
         for name in scenarios
-        for paths in [[folder / f"{name}-{rank}.json" for rank in range(WORKERS)]]
+        for paths in [[folder / f"{name}-{rank}.json" for rank in range(workers)]]
     }
     return status, found
 
@@ -165,6 +176,33 @@ def test_a_worker_that_dies_in_the_middle_of_a_step_ends_the_job(scenario: str, 
     status, outcomes = launch([scenario], tmp_path, over)
     assert time.monotonic() - started < JOB_LIMIT
     assert status != 0
+    assert not any(outcome.get("error") == "" for outcome in outcomes[scenario]), "a worker went on without the others"
+
+
+@pytest.mark.parametrize("collective", ["scatter_reduce", "hierarchical"])
+def test_a_worker_that_dies_between_two_rounds_ends_the_others_by_an_error_of_horovod(
+    collective: str, tmp_path: Path
+) -> None:
+    scenario = f"killed_{collective}"
+    status, outcomes = launch([scenario], tmp_path, "gloo", workers=4, outlived=True, **TWO_NODES)
+    assert status not in (-1, 0)
+    *others, dead = outcomes[scenario]
+    assert not dead
+    said = re.findall(r"\[(\d)\]: Horovod background loop uncaught exception", (tmp_path / "log").read_text())
+    assert set(said) == {"0", "1", "2"}
+    for outcome in others:
+        # With more than one process set Horovod ends the process after that, as it does without this package.
+        if outcome or collective == "scatter_reduce":
+            assert_failed(outcome, "HorovodInternalError", "")
+
+
+@pytest.mark.skipif("mpi" not in LAUNCHERS, reason="Horovod was built without MPI")
+@pytest.mark.parametrize("collective", ["scatter_reduce", "hierarchical"])
+def test_a_worker_that_dies_between_two_rounds_ends_the_job_over_mpi(collective: str, tmp_path: Path) -> None:
+    """mpirun ends the others, which would not notice: MPI does not say that a worker is gone."""
+    scenario = f"killed_{collective}"
+    status, outcomes = launch([scenario], tmp_path, "mpi", workers=4, **TWO_NODES)
+    assert status not in (-1, 0)
     assert not any(outcome.get("error") == "" for outcome in outcomes[scenario]), "a worker went on without the others"
 
 
