@@ -68,7 +68,13 @@ COMPARISONS = [
     Comparison(
         f"characters, {_TEXT_STEPS} steps",
         lambda seed: characters(seed, _TEXT_STEPS),
-        [*STATIC, GRAVAC, "accordion(topk >> int8, low=0.1, high=0.01, window=20)"],
+        [
+            *STATIC,
+            "topk(ratio=0.25) >> int8",
+            GRAVAC,
+            "gravac(topk >> int8, theta_min=2, theta_max=100, epsilon=0.6, window=10, throughput=bytes)",
+            "accordion(topk >> int8, low=0.1, high=0.01, window=20)",
+        ],
         "{:.3f}".format,
         "{:+.3f}".format,
     ),
