@@ -16,7 +16,7 @@ from hvd_gradcomp.engine import Engine, Parameter
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from in_process import Workers  # noqa: E402
+from in_process import Workers
 
 NODES = (2, 1, 3)
 SIZES = {"a": 900, "b": 41}

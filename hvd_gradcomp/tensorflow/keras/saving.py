@@ -47,7 +47,7 @@ def read_residuals(filepath: Any, residuals: Residuals, process_set: hvd.Process
     Raises:
         ConfigurationError: they belong to another model.
     """
-    data = _asset(filepath)
+    data = read_asset(filepath, _FILE)
     if data is None:
         return
     with np.load(io.BytesIO(data)) as saved:
@@ -74,11 +74,12 @@ def read_residuals(filepath: Any, residuals: Residuals, process_set: hvd.Process
         residuals.write(state, int(saved["step"]), saved["policy"].tolist() if "policy" in saved else ())
 
 
-def _asset(filepath: Any) -> bytes | None:
+def read_asset(filepath: Any, file: str) -> bytes | None:
+    """The bytes of an asset of the optimizer in a `.keras` file; None where there is none."""
     if not isinstance(filepath, (str, os.PathLike)) or not zipfile.is_zipfile(filepath):
         return None
     with zipfile.ZipFile(filepath) as archive:
         for name in archive.namelist():
-            if name.endswith(f"/{_FILE}"):
+            if name.endswith(f"/{file}"):
                 return archive.read(name)
     return None
