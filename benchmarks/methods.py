@@ -83,7 +83,7 @@ METHODS = [
     Method("threshold(value=0.01) >> int8"),
     Method("randomk(ratio=0.1)"),
     Method("randomk(ratio=0.01) >> fp16", trains=False),
-    Method("randomk(ratio=0.25, unbiased=True, memory=none)"),
+    Method("randomk(ratio=0.25, unbiased=True, memory=none)", lr=0.25, note="learning rate × 0.25, for its variance"),
     Method("powersgd(rank=4)"),
     Method("powersgd(rank=1)", trains=False),
     Method("sketch(ratio=0.01)"),

@@ -13,6 +13,7 @@ import resource
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["dense", "fp16", "textbook-topk", "dgc", "topk-int8"])
     parser.add_argument("--ratio", type=float, default=0.01, help="of values kept, for textbook-topk and dgc")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--backward-ms", type=float, default=0, help="in which gradients become ready one by one")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before, not counted")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
@@ -41,7 +43,7 @@ def main() -> None:
         parameters = {
             f"{method}.{number}": torch.nn.Parameter(torch.zeros(shape)) for number, shape in enumerate(shapes)
         }
-        exchange = make(method, parameters, arguments.ratio)
+        exchange = make(method, parameters, arguments.ratio, arguments.backward_ms / 1000)
         seconds, steps = [], []
         for step in range(arguments.warm_up + arguments.steps):
             source.fill(parameters, step)
@@ -56,16 +58,16 @@ def main() -> None:
                 steps.append(done)
         report.append(summary(method, seconds, steps))
         if hvd.rank() == 0:
-            print(
-                f"{method:<28}{report[-1]['median_seconds']:>9.3f} s{report[-1]['sent_bytes']:>14,} bytes", flush=True
-            )
+            last = report[-1]
+            ways = " ".join(f"{name}:{count}" for name, count in last["ways"].items())
+            print(f"{method:<48}{last['median_seconds']:>9.3f} s{last['sent_bytes']:>14,} bytes  {ways}", flush=True)
         del exchange, parameters
     if hvd.rank() == 0:
         result = {"model": arguments.model, "workers": hvd.size(), "values": source.size, "methods": report}
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def summary(method: str, seconds: list[float], steps: list[Step]) -> dict[str, object]:
+def summary(method: str, seconds: list[float], steps: list[Step]) -> dict[str, Any]:
     """The figures of one method, as rank 0 saw them."""
     return {
         "method": method,
@@ -74,6 +76,7 @@ def summary(method: str, seconds: list[float], steps: list[Step]) -> dict[str, o
         "sent_bytes": round(statistics.mean(step.sent_bytes for step in steps)),
         "compressed_bytes": sum(step.compressed_bytes for step in steps),
         "kept": sum(step.kept for step in steps),
+        "ways": {name: count for name, count in steps[-1].ways.items() if count},
         "phases": {name: statistics.median(step.phases[name] for step in steps) for name in steps[0].phases},
         "peak_memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }

@@ -129,7 +129,10 @@ def remove_leftovers() -> None:
         for process in subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout.split():
             subprocess.run(["kill", "-9", process], stderr=subprocess.DEVNULL)
         subprocess.run(["ip", "netns", "del", host])
-    subprocess.run(["ip", "link", "del", PREFIX], stderr=subprocess.DEVNULL)
+    # Links go with their namespaces, but not at once: the next lab would find their names taken.
+    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout
+    for name in [*re.findall(rf"\b({PREFIX}p\d+)@", links), PREFIX]:
+        subprocess.run(["ip", "link", "del", name], stderr=subprocess.DEVNULL)
 
 
 def _do(command: str) -> None:

@@ -1,6 +1,7 @@
 """The benchmark matrix in the lab: methods x rates x numbers of hosts, as a table, JSON and plots.
 
     sudo .venv/bin/python benchmarks/lab/matrix.py --rates 100mbit 1gbit --hosts 2 4 --out build/lab
+    sudo .venv/bin/python benchmarks/lab/matrix.py --rates 1gbit --hosts 4 --per-host 2 --collectives allgather auto
 
 All methods of a cell are timed in one run, so ratios within a cell are comparable; figures of different runs on a
 shared machine are less so.
@@ -16,6 +17,8 @@ from pathlib import Path
 from hosts import Hosts, LabError
 
 HERE = Path(__file__).parent
+# For collective=hierarchical, which makes process sets.
+ENVIRONMENT = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 
 
 def main() -> None:
@@ -23,33 +26,49 @@ def main() -> None:
     parser.add_argument("--model", default="resnet50", help="resnet50, vgg16, bert-base or gpt2 (default: %(default)s)")
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit"], help="of the links (default: %(default)s)")
     parser.add_argument("--hosts", nargs="+", type=int, default=[4], help="numbers of hosts (default: %(default)s)")
+    parser.add_argument("--per-host", type=int, default=1, help="ranks on each host (default: %(default)s)")
     parser.add_argument("--methods", nargs="+", default=["dense", "fp16", "textbook-topk", "dgc", "topk-int8"])
+    parser.add_argument(
+        "--collectives",
+        nargs="+",
+        metavar="NAME",
+        help="instead of --methods: dense, and topk >> int8 by each of these ways at each of --ratios",
+    )
+    parser.add_argument("--ratios", nargs="+", type=float, default=[0.01], help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="that are counted (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=900, help="seconds for a cell (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("build/lab"), help="folder (default: %(default)s)")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    methods = arguments.methods
+    if arguments.collectives:
+        methods = ["dense"] + [way(ratio, each) for ratio in arguments.ratios for each in arguments.collectives]
 
     cells = []
     for count in arguments.hosts:
         for rate in arguments.rates:
-            print(f"lab: {count} hosts, {rate}", flush=True)
-            path = (arguments.out / f"{arguments.model}-{count}-{rate}.json").resolve()
+            print(f"lab: {count} hosts of {arguments.per_host}, {rate}", flush=True)
+            path = (arguments.out / f"{arguments.model}-{count}x{arguments.per_host}-{rate}.json").resolve()
             command = [sys.executable, str(HERE / "exchange.py"), "--model", arguments.model, "--out", str(path)]
-            command += ["--steps", str(arguments.steps), "--methods", *arguments.methods]
+            command += ["--steps", str(arguments.steps), "--methods", *methods]
             try:
                 with Hosts(count, rate) as hosts:
-                    status = hosts.run(command, limit=arguments.limit)
+                    status = hosts.run(command, arguments.per_host, arguments.limit, ENVIRONMENT)
             except LabError as error:
                 sys.exit(f"lab: {error}")
             if status:
                 sys.exit(f"lab: {count} hosts at {rate} ended with status {status}")
-            cells.append({"hosts": count, "rate": rate, **json.loads(path.read_text())})
+            cells.append({"hosts": count, "per_host": arguments.per_host, "rate": rate, **json.loads(path.read_text())})
     (arguments.out / "matrix.json").write_text(json.dumps(cells, indent=2) + "\n")
     text = table(cells)
     (arguments.out / "matrix.md").write_text(text)
     print(text)
     plot(cells, arguments.out)
+
+
+def way(ratio: float, collective: str) -> str:
+    """The spec of top-k with int8 values by that collective."""
+    return f"topk(ratio={ratio:g}, collective={collective}) >> int8"
 
 
 def table(cells: list[dict]) -> str:
@@ -60,7 +79,8 @@ def table(cells: list[dict]) -> str:
         seconds = {each["method"]: each["median_seconds"] for each in cell["methods"]}
         base = seconds.get("dense")
         texts = [f"{seconds[each]:.3f}" + (f" ({base / seconds[each]:.1f}×)" if base else "") for each in methods]
-        lines.append(f"| {cell['hosts']} × {cell['rate']} | " + " | ".join(texts) + " |")
+        where = f"{cell['hosts']} × {cell['per_host']}" if cell["per_host"] > 1 else cell["hosts"]
+        lines.append(f"| {where} × {cell['rate']} | " + " | ".join(texts) + " |")
     return "\n".join(lines) + "\n"
 
 

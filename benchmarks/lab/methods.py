@@ -7,8 +7,9 @@ Ours and Horovod's own go through `hvd.DistributedOptimizer`, as users have them
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import horovod.torch as hvd
 import torch
@@ -25,23 +26,28 @@ class Step:
         phases: seconds by phase, where known.
         compressed_bytes: of `sent_bytes`, those of compressed tensors, where known.
         kept: values in these.
+        ways: exchanges of buckets by what became of them, where known.
     """
 
     sent_bytes: int
     phases: dict[str, float]
     compressed_bytes: int = 0
     kept: int = 0
+    ways: dict[str, int] = field(default_factory=dict)
 
 
 Exchange = Callable[[], Step]
 
 
-def make(method: str, parameters: dict[str, torch.nn.Parameter], ratio: float) -> Exchange:
+def make(method: str, parameters: dict[str, torch.nn.Parameter], ratio: float, backward: float = 0.0) -> Exchange:
     """The exchange called `method` of the gradients in `parameters`; each ends up as the average.
 
     Args:
         method: "dense", "fp16", "textbook-topk", "dgc", or a spec of this package.
         ratio: of values kept, for the two rivals.
+        backward: seconds in which the gradients become ready, from the last parameter to the first, in time with
+            their sizes, while the processor is free, as it is when a GPU computes them. With 0 all are ready at once.
+            For methods of Horovod's optimizer, so not for the two rivals.
     """
     if method == "textbook-topk":
         return lambda: _sparse(parameters, lambda name, g: _textbook(name, g, ratio))
@@ -50,11 +56,12 @@ def make(method: str, parameters: dict[str, torch.nn.Parameter], ratio: float) -
         return lambda: _sparse(parameters, state.select)
     compression = {"dense": hvd.Compression.none, "fp16": hvd.Compression.fp16}.get(method)
     if compression is None:
-        return _ours(parameters, method)
+        return _ours(parameters, method, backward)
     optimizer = _optimizer(parameters, compression)
     width = 2 if method == "fp16" else 4
 
     def stock() -> Step:
+        _hand_in(optimizer, parameters, backward)
         optimizer.synchronize()
         return Step(width * sum(p.numel() for p in parameters.values()), {})
 
@@ -66,7 +73,19 @@ def _optimizer(parameters: dict[str, torch.nn.Parameter], compression: object) -
     return hvd.DistributedOptimizer(sgd, named_parameters=parameters.items(), compression=compression)
 
 
-def _ours(parameters: dict[str, torch.nn.Parameter], spec: str) -> Exchange:
+def _hand_in(optimizer: torch.optim.Optimizer, parameters: dict[str, torch.nn.Parameter], seconds: float) -> None:
+    """Call Horovod's hooks one after another within `seconds`, as a backward pass would."""
+    if not seconds:
+        return
+    size = sum(p.numel() for p in parameters.values())
+    started, ready = time.perf_counter(), 0
+    for p in reversed(parameters.values()):
+        ready += p.numel()
+        time.sleep(max(0.0, started + seconds * ready / size - time.perf_counter()))
+        optimizer._make_hook(p)()
+
+
+def _ours(parameters: dict[str, torch.nn.Parameter], spec: str, backward: float) -> Exchange:
     optimizer = _optimizer(parameters, compression_from_spec(spec))
 
     def exchange() -> Step:
@@ -74,11 +93,14 @@ def _ours(parameters: dict[str, torch.nn.Parameter], spec: str) -> Exchange:
         optimizer._synchronized = False
         found = counters(optimizer)
         found.reset()
+        _hand_in(optimizer, parameters, backward)
         optimizer.synchronize()
         total = found.total
         phases = {phase: getattr(total, f"{phase}_seconds") for phase in ("compress", "exchange", "decompress")}
         dense = found.bucket("dense")
-        return Step(total.sent_bytes, phases, total.sent_bytes - dense.sent_bytes, total.kept - dense.kept)
+        ways = {"scatter_reduce": total.scattered, "hierarchical": total.nodewise, "dense": total.fallbacks}
+        ways["allgather"] = total.exchanges - dense.exchanges - sum(ways.values())
+        return Step(total.sent_bytes, phases, total.sent_bytes - dense.sent_bytes, total.kept - dense.kept, ways)
 
     return exchange
 

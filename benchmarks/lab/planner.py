@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from hosts import Hosts, LabError
@@ -30,19 +31,40 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     lines = ["| hosts, rate | method | predicted | measured | error |", "| --- | --- | ---: | ---: | ---: |"]
+    choices = ["| hosts, rate | predicted to be the fastest | measured as the fastest | the former takes longer by |"]
+    choices.append("| --- | --- | --- | ---: |")
     for count in arguments.hosts:
         for rate in arguments.rates:
             try:
-                lines += cell(arguments, count, rate)
+                found = cell(arguments, count, rate)
             except LabError as error:
                 sys.exit(f"lab: {error}")
-    text = "\n".join(lines) + "\n"
+            lines += [each.row(f"{count} × {rate}") for each in found]
+            chosen = min(found, key=lambda each: each.predicted)
+            best = min(found, key=lambda each: each.measured)
+            lost = chosen.measured / best.measured - 1
+            choices.append(f"| {count} × {rate} | `{chosen.method}` | `{best.method}` | {lost:.0%} |")
+    text = "\n".join([*lines, "", *choices]) + "\n"
     (arguments.out / "planner.md").write_text(text)
     print(text)
 
 
-def cell(arguments: argparse.Namespace, count: int, rate: str) -> list[str]:
-    """The rows of one number of hosts and one rate."""
+@dataclass(frozen=True)
+class Found:
+    """Seconds of an exchange by one method."""
+
+    method: str
+    predicted: float
+    measured: float
+
+    def row(self, where: str) -> str:
+        """A line of the table."""
+        error = self.predicted / self.measured - 1
+        return f"| {where} | `{self.method}` | {self.predicted:.3f} s | {self.measured:.3f} s | {error:+.0%} |"
+
+
+def cell(arguments: argparse.Namespace, count: int, rate: str) -> list[Found]:
+    """What was found of each method with one number of hosts at one rate."""
     plan = (arguments.out / f"plan-{count}-{rate}.json").resolve()
     measured = (arguments.out / f"measured-{count}-{rate}.json").resolve()
     planner = [sys.executable, "-m", "hvd_gradcomp", "plan", "--model", arguments.model]
@@ -60,13 +82,10 @@ def cell(arguments: argparse.Namespace, count: int, rate: str) -> list[str]:
         for each in json.loads(plan.read_text())["methods"]
         if each["collective"] in ("allreduce", "allgather")
     }
-    rows = []
-    for each in json.loads(measured.read_text())["methods"]:
-        guess, found = predicted[each["method"]], each["median_seconds"]
-        row = f"| {count} × {rate} | `{each['method']}` | {guess:.3f} s | {found:.3f} s | {guess / found - 1:+.0%} |"
-        rows.append(row)
-        print(row, flush=True)
-    return rows
+    return [
+        Found(each["method"], predicted[each["method"]], each["median_seconds"])
+        for each in json.loads(measured.read_text())["methods"]
+    ]
 
 
 if __name__ == "__main__":

@@ -22,12 +22,12 @@ from hvd_gradcomp.compressors import compression_from_spec
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.policy.models import MODELS
 from hvd_gradcomp.policy.planner import (
+    FORWARD_SHARE,
     Compute,
     Machines,
     Prediction,
     advice,
     rank,
-    with_collective,
 )
 
 SUMMARY = "predict which method makes training fastest on these machines"
@@ -43,10 +43,6 @@ METHODS = (
     "topk(ratio=0.001) >> int8",
     "powersgd(rank=4)",
 )
-# Besides the allgather that every method is measured with.
-COLLECTIVES = ("scatter_reduce", "hierarchical")
-# Of a step's time without exchange; the backward pass computes two gradients where the forward pass computes a value.
-_FORWARD_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -98,13 +94,12 @@ def run(arguments: argparse.Namespace) -> int:
         machines = probe.machines()
         found = [probe.dense(model.shapes)]
         for spec, compressor in methods.items():
-            measured = probe.method(spec, compressor, model.shapes)
-            others = (with_collective(measured, each, machines) for each in COLLECTIVES)
-            found += [measured, *(each for each in others if each)]
+            where = machines.topology
+            found += [probe.method(spec, compressor, model.shapes, where, way) for way in probe.ways(compressor, where)]
         compute = None
         if arguments.step_ms:
             seconds = arguments.step_ms / 1e3
-            compute = Compute(_FORWARD_SHARE * seconds, (1 - _FORWARD_SHARE) * seconds)
+            compute = Compute(FORWARD_SHARE * seconds, (1 - FORWARD_SHARE) * seconds)
         elif model.inputs:
             compute = probe.compute(model.module, model.inputs)
         ranking = rank(found, machines, compute)
@@ -160,6 +155,7 @@ def as_text(model: str, machines: Machines, compute: Compute | None, ranking: li
         network = links.between
         rate = "too fast to measure" if math.isinf(network.bytes_per_s) else f"{network.bytes_per_s / 1e6:,.1f} MB/s"
         lines.append(f"  {kind:<10} {1e3 * network.latency_s:7.2f} ms and {rate}")
+    lines.append(f"  while workers compute, the network goes on at {machines.overlap:.0%} of its speed")
     if compute:
         lines.append(
             f"  computing  {1e3 * compute.forward_s:7.1f} ms forward, {1e3 * compute.backward_s:.1f} ms backward"
@@ -204,6 +200,7 @@ def as_json(model: str, machines: Machines, compute: Compute | None, ranking: li
         "workers": machines.topology.workers,
         "local_sizes": machines.topology.local_sizes,
         "networks": networks,
+        "overlap": machines.overlap,
         "forward_s": compute.forward_s if compute else None,
         "backward_s": compute.backward_s if compute else None,
         "methods": methods,

@@ -1,4 +1,4 @@
-"""Latency and bandwidth among workers, measured with the transport's own collectives, or as the user says."""
+"""How long collectives among workers take, measured with the transport's own, or the network as the user says."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import math
 import os
 from time import perf_counter
 
-from hvd_gradcomp.collectives.transport import Allgather, Allreduce, Transport
+from hvd_gradcomp.collectives.transport import Allgather, Allreduce, Alltoall, Request, Transport
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.ops import Array, Ops
 
 #: Overrides what is measured: seconds of an empty collective and bytes per second, between the nodes, and optionally
 #: within them: "5e-5,1.25e9" or "5e-5,1.25e9,2e-5,2e10".
 NETWORK_VARIABLE = "HVD_GRADCOMP_NETWORK"
-_TRIES = 4
-# Large enough that latency does not count, small enough to take no time even on slow links.
-_BYTES = 1 << 18
+#: How often a collective is repeated; the first time does not count.
+TRIES = 3
 
 
 def configured_network() -> tuple[tuple[float, float], ...]:
@@ -39,23 +38,31 @@ def configured_network() -> tuple[tuple[float, float], ...]:
     return tuple((numbers[place], numbers[place + 1]) for place in range(0, len(numbers), 2))
 
 
-def measure(ops: Ops, transport: Transport, name: str, like: Array) -> tuple[float, float]:
-    """Seconds of a collective that carries next to nothing, and bytes per second that a worker receives.
+def measure(ops: Ops, transport: Transport, kind: str, size: int, name: str, like: Array) -> float:
+    """Seconds of a collective into which each worker puts `size` bytes. A collective call.
 
-    A collective call, of about a megabyte for each other worker.
+    Args:
+        kind: "allreduce", "allgather" or "alltoall".
+        name: of the collectives.
+        like: an array on the device that collectives use.
     """
-    seconds = {}
-    for size in (1, _BYTES):
-        times = []
-        for attempt in range(_TRIES):
-            payload = ops.zeros(size, "uint8", like)
-            start = perf_counter()
-            transport.wait(transport.start(Allgather(payload), f"{name}.{size}.{attempt}"))
-            times.append(perf_counter() - start)
-        # The first has to wait for workers that are late.
-        seconds[size] = min(times[1:])
-    moved = (transport.workers - 1) * _BYTES
-    return seconds[1], max(moved, 1) / max(seconds[_BYTES] - seconds[1], 1e-9)
+    # The first has to wait for workers that are late.
+    return min([_timed(ops, transport, kind, size, f"{name}.{kind}.{size}.{each}", like) for each in range(TRIES)][1:])
+
+
+def _timed(ops: Ops, transport: Transport, kind: str, size: int, name: str, like: Array) -> float:
+    request: Request
+    if kind == "allreduce":
+        request = Allreduce(ops.zeros(max(1, size // 4), "float32", like), "float32")
+    elif kind == "allgather":
+        request = Allgather(ops.zeros(size, "uint8", like))
+    else:
+        workers = transport.workers
+        splits = tuple(size * (rank + 1) // workers - size * rank // workers for rank in range(workers))
+        request = Alltoall(ops.zeros(size, "uint8", like), splits)
+    start = perf_counter()
+    transport.wait(transport.start(request, name))
+    return perf_counter() - start
 
 
 def agree(ops: Ops, transport: Transport, numbers: list[float], name: str, like: Array) -> list[float]:

@@ -1,6 +1,6 @@
 """The algorithms, one family a file, written once against `ops`; no framework is imported here."""
 
-from hvd_gradcomp.compressors.adaptive import Accordion, Adaptive, GraVAC, Scheduled
+from hvd_gradcomp.compressors.adaptive import Accordion, Adaptive, Auto, GraVAC, Scheduled
 from hvd_gradcomp.compressors.base import Compressor, Context
 from hvd_gradcomp.compressors.calibrated import Calibrated
 from hvd_gradcomp.compressors.cast import BF16, FP16, NoCompression
@@ -30,6 +30,7 @@ __all__ = [
     "QSGD",
     "Accordion",
     "Adaptive",
+    "Auto",
     "Calibrated",
     "Chain",
     "Compression",

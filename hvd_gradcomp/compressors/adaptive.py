@@ -79,6 +79,9 @@ class Adaptive(Compressor):
     def without_memory(self) -> Compressor:
         return Adaptive(self.compressor.without_memory(), self.policy)
 
+    def with_collective(self, collective: str) -> Compressor:
+        return Adaptive(self.compressor.with_collective(collective), self.policy)
+
     def at(self, step: int) -> Compressor:
         """As the policy begins; how it goes on depends on the gradients, which the engine follows."""
         return self.chosen(self.policy.ratio(self.policy.init(), step))
@@ -163,6 +166,18 @@ class Accordion(_With):
     """
 
     policy: ClassVar[type[Policy]] = policies.Accordion
+
+
+class Auto(_With):
+    """Dense, or the least compression that makes steps faster here, by `policy.Auto`; its options are the keywords.
+
+        Auto(TopK() >> Int8(), lowest=0.001)
+
+    Args:
+        compressor: what to change; `TopKInt8` by default. The ratio that it was given itself is not looked at.
+    """
+
+    policy: ClassVar[type[Policy]] = policies.Auto
 
 
 class Scheduled(Compressor):

@@ -189,6 +189,10 @@ class Compressor:
         """The same method for a single exchange, after which nothing comes that could make good for it."""
         return replace(self, memory=NoMemory())
 
+    def with_collective(self, collective: str) -> Compressor:
+        """The same method, whose payloads meet in that way."""
+        return replace(self, collective=collective)
+
     def at(self, step: int) -> Compressor:
         """What this compressor is at exchange number `step` (from 0); itself, unless it follows a schedule."""
         return self

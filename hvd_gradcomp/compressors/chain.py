@@ -175,8 +175,12 @@ class Chain(Compressor):
     def without_memory(self) -> Compressor:
         return self.sparsifier.without_memory() >> self.code
 
+    def with_collective(self, collective: str) -> Compressor:
+        return self.sparsifier.with_collective(collective) >> self.code
+
     def at(self, step: int) -> Compressor:
-        return self.sparsifier.at(step) >> self.code
+        sparsifier = self.sparsifier.at(step)
+        return self if sparsifier is self.sparsifier else sparsifier >> self.code
 
     def with_ratio(self, ratio: float) -> Compressor:
         return self.sparsifier.with_ratio(ratio) >> self.code

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvd_gradcomp.compressors.adaptive import Accordion, GraVAC
+from hvd_gradcomp.compressors.adaptive import Accordion, Auto, GraVAC
 from hvd_gradcomp.compressors.calibrated import Calibrated
 from hvd_gradcomp.compressors.cast import BF16, FP16, NoCompression
 from hvd_gradcomp.compressors.dgc import DGC
@@ -51,3 +51,4 @@ class Compression:
     sketch = CountSketch
     gravac = GraVAC
     accordion = Accordion
+    auto = Auto

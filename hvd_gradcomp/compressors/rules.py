@@ -204,6 +204,9 @@ class Rules(Compressor):
     def without_memory(self) -> Compressor:
         return self._each(lambda each: each.without_memory())
 
+    def with_collective(self, collective: str) -> Compressor:
+        return self._each(lambda each: each.with_collective(collective) if each.meets == "gather" else each)
+
     def _each(self, change: Callable[[Compressor], Compressor]) -> Compressor:
         rules = [replace(rule, compression=change(rule.compression)) for rule in self.rules]
         return Rules(tuple(rules), otherwise=change(self.otherwise))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from hvd_gradcomp.compressors.adaptive import Accordion, GraVAC, Scheduled
+from hvd_gradcomp.compressors.adaptive import Accordion, Auto, GraVAC, Scheduled
 from hvd_gradcomp.compressors.base import Compressor
 from hvd_gradcomp.compressors.names import Compression
 from hvd_gradcomp.compressors.rules import Rule, rules_of
@@ -31,6 +31,7 @@ _MEMORIES: dict[str, Callable[..., Memory]] = {
 _POLICIES: dict[str, Callable[..., Any]] = {
     "gravac": GraVAC,
     "accordion": Accordion,
+    "auto": Auto,
     "scheduled": Scheduled,
     "rules": rules_of,
 }

@@ -11,7 +11,7 @@ import struct
 import time
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hvd_gradcomp.compressors import Compressor
@@ -22,8 +22,8 @@ from hvd_gradcomp.errors import PayloadError
 from hvd_gradcomp.ops import Array, Ops, ops_for
 from hvd_gradcomp.policy import Observed, State
 
-# gain, candidate's gain, norm of the gradient, seconds of a step, bytes sent in a step
-_NUMBERS = struct.Struct("<5d")
+# gain, candidate's gain, norm of the gradient, seconds of a step, bytes sent in a step, seconds of its exchange
+_NUMBERS = struct.Struct("<6d")
 
 
 @dataclass
@@ -57,10 +57,11 @@ class Adaptation:
         self.in_use = self.state
         self._sums = _Sums()
         self._candidate: float | None = None
-        # Since the last observation: when it was, steps that ended, bytes sent before.
+        # Since the last observation: when it was, steps that ended; bytes sent and seconds spent on exchanges before.
         self._since: float | None = None
         self._steps = 0
         self._bytes_before = 0
+        self._waited_before = 0.0
 
     # -- a step, in the order of the calls ----------------------------------------------------------------------------
 
@@ -90,6 +91,12 @@ class Adaptation:
             return self.compressor.at(step)
         assert isinstance(self.compressor, Adaptive)
         return self.compressor.chosen(policy.ratio(self.in_use, step))
+
+    @property
+    def looks(self) -> bool:
+        """Whether `note_gradient` and `note` are wanted in this step."""
+        policy = self.compressor.adapts
+        return self.measuring and policy is not None and policy.observes_gradients
 
     @property
     def looks_further(self) -> bool:
@@ -125,29 +132,32 @@ class Adaptation:
             smaller = self.compressor.with_ratio(self._candidate).of(first.name, first.shape)
             sums.candidate_left += left + norm(ops, left_by(ops, smaller, sent, context)) ** 2
 
-    def message(self, ops: Ops, sent_bytes: int) -> Array:
+    def message(self, ops: Ops, sent_bytes: int, waited_s: float) -> Array:
         """What this worker measured, as uint8, for an allgather.
 
         Args:
             sent_bytes: by this worker since the start.
+            waited_s: seconds that it spent on exchanges since the start.
         """
         sums, now = self._sums, time.perf_counter()
         steps = max(1, self._steps)
         seconds = 0.0 if self._since is None else (now - self._since) / steps
         # Counters may have been reset by their user.
         sent = sent_bytes - self._bytes_before if sent_bytes >= self._bytes_before else sent_bytes
-        self._since, self._steps, self._bytes_before = now, 0, sent_bytes
+        waited = waited_s - self._waited_before if waited_s >= self._waited_before else waited_s
+        self._since, self._steps, self._bytes_before, self._waited_before = now, 0, sent_bytes, waited_s
         numbers = (
             _gain(sums.left, sums.whole),
             _gain(sums.candidate_left, sums.whole),
             math.sqrt(sums.gradient),
             seconds,
             sent / steps,
+            waited / steps,
         )
         return ops.from_host(_NUMBERS.pack(*numbers), self.like)
 
-    def conclude(self, ops: Ops, gathered: Array, ranks: Sequence[int]) -> None:
-        """Tell the policy what all workers measured.
+    def observed(self, ops: Ops, gathered: Array, ranks: Sequence[int]) -> Observed:
+        """What all workers measured, the same bits on each.
 
         Raises:
             PayloadError: `gathered` does not hold the numbers of each worker.
@@ -164,18 +174,33 @@ class Adaptation:
         having = [row for row in rows if row[0] >= 0] or [(1.0, 1.0)]
         gain, candidate = (sum(row[place] for row in having) / len(having) for place in range(2))
         length, seconds, sent_bytes = (sum(row[place] for row in rows) / len(rows) for place in range(2, 5))
+        candidate = candidate if self.looks_further else None
+        return Observed(gain, candidate, length, seconds, sent_bytes, min(row[5] for row in rows))
+
+    def to_predict(self) -> tuple[float | None, ...]:
+        """Ratios of which the policy wants to be told what they will take, the same on all workers."""
+        policy = self.compressor.adapts
+        return () if policy is None else policy.to_predict(self.state)
+
+    def conclude(self, observed: Observed) -> None:
+        """Tell the policy what all workers measured."""
         policy = self.compressor.adapts
         assert policy is not None
-        observed = Observed(gain, candidate if self.looks_further else None, length, seconds, sent_bytes)
         self.state = policy.update(self.state, observed)
+        # What came after the step was measured belongs to none.
+        self._since = time.perf_counter()
 
-    def end(self) -> None:
-        """Count a step that is over."""
+    def end(self, waited_s: Callable[[], float]) -> None:
+        """Count a step that is over.
+
+        Args:
+            waited_s: gives the seconds that this worker spent on exchanges since the start.
+        """
         self.measuring = False
         self._steps += 1
-        if self._since is None:
+        if self._since is None and self.compressor.adapts is not None:
             # The first step holds what is done once only; it is not timed.
-            self._since, self._steps = time.perf_counter(), 0
+            self._since, self._steps, self._waited_before = time.perf_counter(), 1, waited_s()
 
     def report(self, step: int) -> dict[str, float]:
         """What the policy would show at step `step`; {} without one."""

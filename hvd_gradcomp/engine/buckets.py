@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hvd_gradcomp.compressors import Compressor
+from hvd_gradcomp.errors import ConfigurationError
 
-# Large enough that a collective's fixed cost does not show, small enough to overlap with the backward pass.
+# Large enough that a collective's fixed cost does not show, small enough to overlap with the backward pass; chosen by
+# benchmarks/lab/buckets.py.
 BUCKET_BYTES = 16 * 2**20
+#: bytes in the environment that take the place of BUCKET_BYTES, the same on all workers
+BUCKET_VARIABLE = "HVD_GRADCOMP_BUCKET_BYTES"
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,22 @@ class Bucket:
     def size(self) -> int:
         """Number of gradient elements."""
         return sum(parameter.size for parameter in self.parameters)
+
+
+def configured_bucket_bytes() -> int:
+    """`BUCKET_BYTES`, unless the environment says otherwise.
+
+    Raises:
+        ConfigurationError: it does not give a number of bytes.
+    """
+    text = os.environ.get(BUCKET_VARIABLE, "")
+    if not text:
+        return BUCKET_BYTES
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigurationError(
+            f"{BUCKET_VARIABLE} must be a number of bytes of gradient >= 1, such as {BUCKET_BYTES}, got {text!r}"
+        )
+    return int(text)
 
 
 def plan_buckets(

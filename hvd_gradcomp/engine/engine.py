@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,11 +17,12 @@ from hvd_gradcomp.collectives import Allgather, Confirm, Request, Transport
 from hvd_gradcomp.compressors import Compressor
 from hvd_gradcomp.engine.adaptation import Adaptation
 from hvd_gradcomp.engine.agreement import compare_settings, settings_message
-from hvd_gradcomp.engine.buckets import BUCKET_BYTES, Bucket, Parameter, buckets_of
+from hvd_gradcomp.engine.buckets import Bucket, Parameter, buckets_of, configured_bucket_bytes
 from hvd_gradcomp.engine.choice import choose, dense_for, require_collective
 from hvd_gradcomp.engine.choosing import Chooser, make_chooser
 from hvd_gradcomp.engine.nodes import NodePassage, Nodes
 from hvd_gradcomp.engine.passage import KIND_BYTES, Passage
+from hvd_gradcomp.engine.planning import predicted_waits
 from hvd_gradcomp.engine.segments import least_bucket_bytes
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.ops import Array, ops_for
@@ -49,8 +50,9 @@ class Engine:
         transport: among whom.
         average: divide the sum by the number of workers.
         options: further settings that must agree between workers, for the error when they do not.
-        bucket_bytes: see `plan_buckets`; with granularity "model" there is one bucket, whatever this and `groups` say,
-            and with collectives that deal tensors out to owners they are as large as so many owners need.
+        bucket_bytes: see `plan_buckets`, by default `configured_bucket_bytes`; with granularity "model" there is one
+            bucket, whatever this and `groups` say, and with collectives that deal tensors out to owners they are as
+            large as so many owners need.
         groups: see `plan_buckets`.
         scope: precedes the names of collectives, to tell apart engines whose parameters have equal names.
         settings_name: the collective in which workers compare their settings; by default one of its own. It has to be
@@ -72,7 +74,7 @@ class Engine:
         *,
         average: bool = True,
         options: Mapping[str, object] | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         groups: Iterable[Iterable[str]] | None = None,
         scope: str = "",
         settings_name: str = "",
@@ -86,6 +88,8 @@ class Engine:
         self.scope = scope
         self.state: dict[str, dict[str, Array]] = {}
         self.counters = Counters()
+        if bucket_bytes is None:
+            bucket_bytes = configured_bucket_bytes()
         if compressor.granularity == "model":
             bucket_bytes, groups = sum(KIND_BYTES["float32"] * each.size for each in self.parameters), None
         for each in compressor.members() if compressor.granularity != "model" else ():
@@ -98,6 +102,8 @@ class Engine:
         self._resumed = 0
         self._gathering: dict[int, dict[str, Array | None]] = {}
         self._in_flight: list[_InFlight] = []
+        # Indices of the buckets in flight or postponed.
+        self._begun: set[int] = set()
         # Grouping does not change it: workers whose buckets differ must meet there to find that out.
         own_name = f"{min((parameter.name for parameter in self.parameters), default='')}.settings"
         self._settings_name = f"{scope}{settings_name or own_name}"
@@ -107,6 +113,9 @@ class Engine:
         self._settled_workers = 0
         self._nodes: Nodes | None = None
         self.chooser: Chooser | None = None
+        # What follows from settings and sizes alone, for the settings that it was worked out for.
+        self._choices: dict[int, tuple[Any, tuple[Compressor, str]]] = {}
+        self._fingerprints: dict[str, tuple[Any, int]] = {}
         # Buckets that wait for the agreement, in the first step only.
         self._postponed: list[tuple[Bucket, Mapping[str, Array | None]]] = []
         self._agreement: tuple[Any, Array] | None = None
@@ -119,6 +128,7 @@ class Engine:
     @compressor.setter
     def compressor(self, compressor: Compressor) -> None:
         self.adaptation = Adaptation(compressor)
+        self._fingerprints.clear()
 
     @property
     def residuals(self) -> Mapping[str, Array]:
@@ -164,8 +174,7 @@ class Engine:
         if bucket is None:
             raise ConfigurationError(f"no parameter is called {name!r}")
         gathering = self._gathering.setdefault(bucket.index, {})
-        begun = [flight.bucket for flight in self._in_flight] + [each for each, _ in self._postponed]
-        if name in gathering or bucket in begun:
+        if name in gathering or bucket.index in self._begun:
             raise ConfigurationError(f"the gradient of {name!r} was handed in twice in one step")
         gathering[name] = gradient
         if len(gathering) == len(bucket.parameters):
@@ -212,10 +221,11 @@ class Engine:
                 self._adapt()
             self._settled_workers = self._agreed_workers
         finally:
-            self.adaptation.end()
+            self.adaptation.end(self._waited_s)
             self._gathering.clear()
             self._postponed.clear()
             self._in_flight.clear()
+            self._begun.clear()
         return results
 
     def abandon(self) -> None:
@@ -224,6 +234,7 @@ class Engine:
         self._postponed.clear()
         flights = self._in_flight.copy()
         self._in_flight.clear()
+        self._begun.clear()
         for flight in flights:
             self.transport.wait(flight.handle)
 
@@ -249,6 +260,7 @@ class Engine:
         present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
         if not present:
             return
+        self._begun.add(bucket.index)
         self.begin_agreement(next(iter(present.values())))
         if self._agreement is not None and self._asks_nodes:
             # Who shares a node is asked among workers that agree that it matters.
@@ -314,17 +326,47 @@ class Engine:
         if compressor.meets == "dense" and given.meets != "dense":
             # A policy's choice.
             return dense_for(parameters), "allgather"
-        nodes = self._nodes.sizes if self._nodes is not None and self._nodes.is_useful else ()
-        method, collective = choose(compressor, parameters, self.transport.workers, nodes, self.chooser)
-        counters.fallbacks += method is not compressor
-        return method, collective
+        asked = (compressor, len(parameters), self.transport.workers, self._shared_sizes, self.chooser)
+        known, chosen = self._choices.get(bucket.index, (None, (compressor, "")))
+        if known != asked or len(parameters) != len(bucket.parameters):
+            chosen = self.chosen(compressor, parameters, given)
+            self._choices[bucket.index] = asked, chosen
+        counters.fallbacks += chosen[0] != compressor
+        return chosen
+
+    def chosen(
+        self, compressor: Compressor, parameters: Sequence[Parameter], given: Compressor
+    ) -> tuple[Compressor, str]:
+        """`compressor` or a dense one, and how its payloads meet; see `choose`."""
+        workers, nodes = self.transport.workers, self._shared_sizes
+        return choose(compressor, parameters, workers, nodes, self.chooser, given)
+
+    @property
+    def _shared_sizes(self) -> tuple[int, ...]:
+        """The number of workers on each node; empty where nobody asked, or where it does not matter."""
+        return self._nodes.sizes if self._nodes is not None and self._nodes.is_useful else ()
+
+    @property
+    def settings_name(self) -> str:
+        """The collective in which workers compare their settings; others of the engine's own are called after it."""
+        return self._settings_name
+
+    @property
+    def nodes(self) -> Nodes | None:
+        """Who shares a node; None where it does not matter."""
+        return self._nodes
 
     def fingerprint(self, parameters: Sequence[Parameter]) -> int:
         """32 bits for all that must be the same on the workers that exchange `parameters`."""
-        names = [(parameter.name, parameter.size, parameter.kind) for parameter in parameters]
-        method = f"{self.compressor}|{self.adaptation.in_use}"
-        text = f"{method}|{self.average}|{self.transport.workers}|{sorted(self.options.items())}|{names}"
-        return zlib.crc32(text.encode())
+        asked = (self.adaptation.in_use, self.transport.workers, tuple(parameters))
+        known, number = self._fingerprints.get(parameters[0].name, (None, 0))
+        if known != asked:
+            described = [(parameter.name, parameter.size, parameter.kind) for parameter in parameters]
+            method = f"{self.compressor}|{self.adaptation.in_use}"
+            text = f"{method}|{self.average}|{self.transport.workers}|{sorted(self.options.items())}|{described}"
+            number = zlib.crc32(text.encode())
+            self._fingerprints[parameters[0].name] = asked, number
+        return number
 
     @property
     def _is_settled(self) -> bool:
@@ -376,15 +418,30 @@ class Engine:
             measured = any(each.collective == "auto" for each in self.compressor.members())
             self._nodes = Nodes(self.transport, needed=not auto)
             if measured:
-                self.chooser = make_chooser(self.transport, self._nodes, self._settings_name, like)
+                buckets: dict[Compressor, list[tuple[Parameter, ...]]] = {}
+                for bucket in self.buckets:
+                    method = self.compressor.of(bucket.name, bucket.parameters[0].shape)
+                    if method.collective == "auto":
+                        buckets.setdefault(method, []).append(bucket.parameters)
+                self.chooser = make_chooser(self.transport, self._nodes, self._settings_name, like, buckets)
         postponed, self._postponed = self._postponed, []
         for bucket, gradients in postponed:
             self._launch(bucket, gradients)
 
     def _adapt(self) -> None:
-        """Tell the policy, on all workers alike, what they measured in this step."""
+        """Tell the policy, on all workers alike, what they measured in this step, and what it wants to know besides."""
         ops = ops_for(self.adaptation.like)
         sent_bytes = sum(each.sent_bytes for each in self.counters.buckets.values())
-        request = Allgather(self.adaptation.message(ops, sent_bytes))
+        request = Allgather(self.adaptation.message(ops, sent_bytes, self._waited_s()))
         gathered = self.transport.wait(self.transport.start(request, f"{self._settings_name}.policy"))
-        self.adaptation.conclude(ops, gathered, self.transport.ranks)
+        observed = self.adaptation.observed(ops, gathered, self.transport.ranks)
+        ratios = self.adaptation.to_predict()
+        if ratios:
+            observed = replace(observed, predicted=predicted_waits(self, ratios, observed.seconds - observed.waited_s))
+        self.adaptation.conclude(observed)
+
+    def _waited_s(self) -> float:
+        return sum(
+            each.compress_seconds + each.exchange_seconds + each.decompress_seconds
+            for each in self.counters.buckets.values()
+        )

@@ -94,10 +94,11 @@ class Passage:
         self.owners = owners
         self.like = gradients[parameters[0].name]
         self.ops = ops_for(self.like)
+        # Asking Horovod takes longer than much of what is done with the answer.
+        self.rank, self.workers = engine.transport.rank, engine.transport.workers
         self.scatter = Scatter(self) if collective == "scatter_reduce" else None
         # What is kept for shares this exchange knows nothing of, and adds to what it has.
-        transport = engine.transport
-        self.own_ending = shared_part("", transport.rank, transport.workers) if self.scatter else ""
+        self.own_ending = shared_part("", self.rank, self.workers) if self.scatter else ""
         # Unit name -> what was sent of it, and so what is to be kept.
         self.kept: dict[str, Sent] = {}
         self.advanced: dict[str, dict[str, Array]] = {}
@@ -145,13 +146,13 @@ class Passage:
 
     def _corrected(self, unit: Unit, gradients: Mapping[str, Array]) -> Corrected:
         """The vector to compress, which has been looked at for what its method wants to know."""
-        ops, memory, state, workers = self.ops, self.memory, self.engine.state, self.engine.transport.workers
+        ops, memory, state, workers = self.ops, self.memory, self.engine.state, self.workers
         wanted = self.method_of(unit).wanted(unit.size)
         alone = len(unit.parameters) == 1
         looked = {}
         for name, size in ((parameter.name, parameter.size) for parameter in unit.parameters):
             gradient = ops.flat32(gradients[name])
-            if self.adaptation.measuring:
+            if self.adaptation.looks:
                 self.adaptation.note_gradient(ops, gradient)
             parts = whole_parts(ops, name, size, state.get(name, {}), self.own_ending)
             looked[name], self.advanced[name] = (
@@ -160,15 +161,14 @@ class Passage:
                 else memory.correct(ops, gradient, parts, workers)
             )
         corrected = looked[unit.name] if alone else ops.correct(unit.join(ops, looked), None, wanted)
-        if self.adaptation.measuring and unit in self.large:
+        if self.adaptation.looks and unit in self.large:
             copied = ops.copy(corrected.x) if self.adaptation.looks_further else None
             self.looked_at[unit.name] = (norm(ops, corrected.x), copied)
         return corrected
 
     def context(self, unit: Unit, candidates: object = None) -> Context:
-        transport = self.engine.transport
         state = self.engine.state.get(unit.name, {})
-        return Context(transport.rank, transport.workers, unit.name, self.step, candidates, state)
+        return Context(self.rank, self.workers, unit.name, self.step, candidates, state)
 
     def method_of(self, unit: Unit) -> Compressor:
         return _WHOLE[self.method.sum_kind] if unit in self.small else self.method
@@ -220,7 +220,7 @@ class Passage:
                 # One NaN is enough to tell everybody, and limits of a format must not hide an infinity.
                 vectors.append(vector if self.finite else vector + float("nan"))
             lengths = [len(vector) for vector in vectors]
-            marked = method.draws and marks_fit(kind, transport.workers)
+            marked = method.draws and marks_fit(kind, self.workers)
             if marked:
                 number = zlib.crc32(f"{self.engine.fingerprint(self.parameters)}|{self.step}".encode())
                 vectors.append(marks(ops, number, self.finite, vectors[0]))
@@ -233,7 +233,7 @@ class Passage:
         with self.counters.timed("decompress"):
             if not ops.all_finite(total):
                 return None
-            if marked and verdict(ops, total[-MARKS:], transport.workers) is Verdict.DIFFERENT:
+            if marked and verdict(ops, total[-MARKS:], self.workers) is Verdict.DIFFERENT:
                 raise ConfigurationError(
                     f"the workers added values of {self.units[0].name!r} that do not belong together: their settings "
                     f"differ, or their steps (this worker is at step {self.step}). Give every worker the same "
@@ -293,7 +293,7 @@ class Passage:
 
     def _decoded(self, unit: Unit, received: Sequence[Received], like: Array) -> Array:
         """What all workers sent of a unit: at once where there is a kernel for it, else frame by frame."""
-        method, workers = self.method_of(unit), self.engine.transport.workers
+        method, workers = self.method_of(unit), self.workers
         out = self._blank(unit, like)
         # A vote is taken from the sum.
         if not method.votes:
@@ -316,7 +316,7 @@ class Passage:
     # -- results and state --------------------------------------------------------------------------------------------
 
     def _scaled(self, total: Array) -> Array:
-        return self.ops.divide(total, self.engine.transport.workers) if self.engine.average else total
+        return self.ops.divide(total, self.workers) if self.engine.average else total
 
     def _blank(self, unit: Unit, like: Array) -> Array:
         """Memory to decode into, holding anything: the old residual's, if any, which the new one does not use."""

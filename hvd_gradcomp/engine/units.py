@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from hvd_gradcomp.engine.buckets import Parameter
@@ -16,12 +17,12 @@ class Unit:
 
     parameters: tuple[Parameter, ...]
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The name of its first parameter."""
         return self.parameters[0].name
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of elements."""
         return sum(parameter.size for parameter in self.parameters)

@@ -32,6 +32,10 @@ class Observed:
         norm: the L2 norm of a worker's gradient, without residual.
         seconds: mean duration of the steps since the last observation; 0 where unknown.
         sent_bytes: mean bytes that a worker sent in each of these steps.
+        waited_s: mean seconds of each of these steps spent on the exchange (compressing, waiting for collectives,
+            decoding), by the worker that spent least: others also wait for workers that are late.
+        predicted: for each ratio that `Policy.to_predict` named, by how many seconds its exchange is expected to make a
+            step longer; None where it named none.
     """
 
     gain: float
@@ -39,6 +43,8 @@ class Observed:
     norm: float
     seconds: float
     sent_bytes: float
+    waited_s: float = 0.0
+    predicted: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Policy:
     """Base of the policies: hyper-parameters only, printable, comparable and hashable."""
 
     spec_name: ClassVar[str]
-    #: Whether `update` is ever called; if not, the ratio follows from the step alone.
+    #: Whether `update` goes by gains or norms, to measure which takes passes over the gradients.
     observes_gradients: ClassVar[bool] = False
 
     def init(self) -> State:
@@ -63,6 +69,10 @@ class Policy:
         The values that it would send are selected from those that are sent, which costs next to nothing.
         """
         return None
+
+    def to_predict(self, state: State) -> tuple[float | None, ...]:
+        """Ratios (None: dense) of which the next `update` has to be told what their exchanges will take."""
+        return ()
 
     def observes(self, step: int) -> bool:
         """Whether to measure in step `step`, and to call `update` after it."""

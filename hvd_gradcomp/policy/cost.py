@@ -1,8 +1,8 @@
 """What an exchange costs: bytes that a worker sends and receives, and seconds, by formulas from sizes and a network.
 
-A model of latency and bandwidth, no more: it knows nothing of the time to compress, of other traffic, or of what
-overlaps. Pure functions of their arguments, so that workers that agree on the arguments choose the same.
-The networks are measured elsewhere, with Horovod's own collectives.
+A model of latency and bandwidth, no more: it knows nothing of the time to compress, which `engine/rehearsal.py`
+measures, nor of other traffic, or of what overlaps. Pure functions of their arguments, so that workers that agree on
+the arguments choose the same. The networks are measured elsewhere, with the transport's own collectives.
 
 References:
     R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 2005.
@@ -11,6 +11,7 @@ References:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvd_gradcomp.errors import ConfigurationError
@@ -183,6 +184,71 @@ def hierarchical(
         one_way = Cost(moved, moved, 0.0, links.within.latency_s + moved / links.within.bytes_per_s)
         cost += one_way + one_way
     return cost
+
+
+#: Kind of collective -> what one of a number of bytes costs.
+COSTS: dict[str, Callable[[float, Topology, Links], Cost]] = {
+    "allreduce": dense_allreduce,
+    "allgather": allgather,
+    "alltoall": alltoall,
+}
+
+
+def request_seconds(kind: str, size: float, topology: Topology, links: Mapping[str, Links]) -> float:
+    """Seconds of one collective.
+
+    Args:
+        kind: of `COSTS`; with "node " before it among the workers of each node at once, with "across " among those of
+            different nodes that own the same share, all shares at once.
+        size: bytes that a worker hands in.
+        links: kind of collective -> the networks.
+    """
+    where, _, what = kind.rpartition(" ")
+    if where == "node":
+        return COSTS[what](size, Topology.even(max(topology.local_sizes), nodes=1), links[what]).seconds
+    if where == "across":
+        between = links[what].between
+        # One worker of each node for a share; the card carries those of all.
+        card = Network(between.latency_s, between.bytes_per_s / min(topology.local_sizes))
+        return COSTS[what](size, Topology.even(topology.nodes), Links(card)).seconds
+    return COSTS[what](size, topology, links[what]).seconds
+
+
+def way_seconds(
+    way: str, payload_bytes: float, dense_bytes: float, topology: Topology, links: Mapping[str, Links], across: str
+) -> float:
+    """Seconds of the collectives of one exchange, on networks as each kind of collective sees them.
+
+    Args:
+        way: "dense", "allgather", "scatter_reduce" or "hierarchical".
+        payload_bytes: of each worker's payload.
+        dense_bytes: of the gradients.
+        links: kind of collective -> the networks.
+        across: see `hierarchical`.
+    """
+    if way == "dense":
+        return dense_allreduce(dense_bytes, topology, links["allreduce"]).seconds
+    if way == "scatter_reduce":
+        first = alltoall(payload_bytes, topology, links["alltoall"])
+        return (first + allgather(payload_bytes / topology.workers, topology, links["allgather"])).seconds
+    if way == "hierarchical":
+        return hierarchical(payload_bytes, dense_bytes, topology, links["allgather"], across=across).seconds
+    return allgather(payload_bytes, topology, links["allgather"]).seconds
+
+
+def fit_network(points: Sequence[tuple[float, float]]) -> Network:
+    """Latency and bandwidth from measured (bytes, seconds): the smallest gives one, the largest the other.
+
+    What lies between is not fitted: shaped and buffered networks carry the first bytes faster than they can go on, and
+    a line through all points would promise that speed to a whole gradient.
+
+    Raises:
+        ConfigurationError: there are not two different sizes.
+    """
+    (small, latency), (large, seconds) = min(points), max(points)
+    if small == large:
+        raise ConfigurationError(f"expected collectives of two different sizes or more, got {list(points)}")
+    return Network(latency, (large - small) / (seconds - latency) if seconds > latency else float("inf"))
 
 
 def _ring(edge_bytes: float, topology: Topology, links: Links) -> Cost:

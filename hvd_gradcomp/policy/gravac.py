@@ -81,7 +81,7 @@ class GraVAC(Policy):
 
     The defaults suit the digits of examples/train.py with error feedback; see docs/adaptive.md.
 
-    Costs one small collective (40 bytes a worker) and a few passes over the gradients in a tenth of a window's steps
+    Costs one small collective (48 bytes a worker) and a few passes over the gradients in a tenth of a window's steps
     (one step of ten in windows of 100), and one copy of a bucket.
 
     Args:

@@ -11,19 +11,13 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hvd_gradcomp.errors import ConfigurationError
-from hvd_gradcomp.policy import cost
-from hvd_gradcomp.policy.cost import Cost, Links, Network, Topology
+from hvd_gradcomp.policy.cost import Links, Topology, request_seconds
 
-#: Kind of collective -> what one of a number of bytes costs.
-COSTS: dict[str, Callable[[float, Topology, Links], Cost]] = {
-    "allreduce": cost.dense_allreduce,
-    "allgather": cost.allgather,
-    "alltoall": cost.alltoall,
-}
+#: Of a step's time without exchange; the backward pass computes two gradients where the forward pass computes a value.
+FORWARD_SHARE = 1 / 3
 # Differences below this are within what a prediction can tell.
 _ALIKE = 1.1
 
@@ -34,7 +28,7 @@ class Sending:
 
     Attributes:
         dense_bytes: of the gradients.
-        requests: kind and bytes that this worker hands in, one after the other.
+        requests: kind (see `cost.request_seconds`) and bytes that this worker hands in, one after the other.
     """
 
     dense_bytes: float
@@ -76,10 +70,17 @@ class Compute:
 
 @dataclass(frozen=True)
 class Machines:
-    """Where the workers are, and what connects them: as seen by each kind of collective."""
+    """Where the workers are, and what connects them.
+
+    Attributes:
+        topology: which workers share a node.
+        links: kind of collective -> the networks as it sees them.
+        overlap: how fast the network goes on while the workers compute, as a part of its speed.
+    """
 
     topology: Topology
     links: Mapping[str, Links]
+    overlap: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -101,40 +102,11 @@ class Prediction:
     speed_up: float = 1.0
 
 
-def fit_network(points: Sequence[tuple[float, float]]) -> Network:
-    """Latency and bandwidth from measured (bytes, seconds): the smallest gives one, the largest the other.
-
-    What lies between is not fitted: shaped and buffered networks carry the first bytes faster than they can go on, and
-    a line through all points would promise that speed to a whole gradient.
-
-    Raises:
-        ConfigurationError: there are not two different sizes.
-    """
-    (small, latency), (large, seconds) = min(points), max(points)
-    if small == large:
-        raise ConfigurationError(f"expected collectives of two different sizes or more, got {list(points)}")
-    return Network(latency, (large - small) / (seconds - latency) if seconds > latency else float("inf"))
-
-
-def with_collective(method: Method, collective: str, machines: Machines) -> Method | None:
-    """`method`, whose payloads are gathered, by another collective; None where that makes no sense.
-
-    Compressing and decoding are taken to last as long as with an allgather.
-    """
-    gathers = all(kind == "allgather" for bucket in method.buckets for kind, _ in bucket.requests)
-    where = machines.topology
-    useful = {
-        "scatter_reduce": where.workers > 2,
-        "hierarchical": where.nodes > 1 and max(where.local_sizes) > 1,
-    }
-    return replace(method, collective=collective) if gathers and useful[collective] else None
-
-
 def predict(method: Method, machines: Machines, compute: Compute | None = None) -> Prediction:
     """What a step takes with `method`."""
-    wires = [_wire(bucket, method.collective, machines) for bucket in method.buckets]
-    exchange = _pipeline(method, wires, 0.0)
-    step = compute.forward_s + _pipeline(method, wires, compute.backward_s) if compute else None
+    wires = [_wire(bucket, machines) for bucket in method.buckets]
+    exchange = _pipeline(method, wires, 0.0, machines.overlap)
+    step = compute.forward_s + _pipeline(method, wires, compute.backward_s, machines.overlap) if compute else None
     return Prediction(method, sum(busy for busy, _ in wires) + max(delay for _, delay in wires), exchange, step)
 
 
@@ -187,41 +159,31 @@ def _called(prediction: Prediction) -> str:
     )
 
 
-def _wire(bucket: Sending, collective: str, machines: Machines) -> tuple[float, float]:
+def _wire(bucket: Sending, machines: Machines) -> tuple[float, float]:
     """Seconds for which one bucket keeps the network busy, and seconds by which its result comes later than that.
 
     The latter are latencies: collectives of other buckets begin and end meanwhile.
     """
-    costs = _costs(bucket, collective, machines.topology, machines.links)
     instant = {
         kind: Links(replace(links.between, latency_s=0.0), replace(links.within, latency_s=0.0))
         for kind, links in machines.links.items()
     }
-    busy = _costs(bucket, collective, machines.topology, instant)
-    return busy, costs - busy
+    busy, whole = (
+        sum(request_seconds(kind, size, machines.topology, links) for kind, size in bucket.requests)
+        for links in (instant, machines.links)
+    )
+    return busy, whole - busy
 
 
-def _costs(bucket: Sending, collective: str, topology: Topology, links: Mapping[str, Links]) -> float:
-    """Seconds of a bucket's collectives, one after the other."""
-    seconds = 0.0
-    for kind, size in bucket.requests:
-        if kind == "allgather" and collective == "scatter_reduce":
-            seconds += cost.alltoall(size, topology, links["alltoall"]).seconds
-            seconds += cost.allgather(size / topology.workers, topology, links["allgather"]).seconds
-        elif kind == "allgather" and collective == "hierarchical":
-            seconds += cost.hierarchical(size, bucket.dense_bytes, topology, links["allgather"]).seconds
-        else:
-            seconds += COSTS[kind](size, topology, links[kind]).seconds
-    return seconds
-
-
-def _pipeline(method: Method, wires: Sequence[tuple[float, float]], backward_s: float) -> float:
+def _pipeline(method: Method, wires: Sequence[tuple[float, float]], backward_s: float, overlap: float) -> float:
     """Seconds from the start of the backward pass until the last average is there."""
     work = backward_s + method.compress_s
     whole = sum(bucket.dense_bytes for bucket in method.buckets)
     done = free = last = 0.0
     for bucket, (busy, delay) in zip(method.buckets, wires, strict=True):
         done += bucket.dense_bytes / whole
-        free = max(free, done * work) + busy
+        start = max(free, done * work)
+        meanwhile = overlap * max(0.0, work - start)
+        free = start + busy / overlap if busy < meanwhile else max(start, work) + busy - meanwhile
         last = max(last, free + delay)
     return max(last, work) + method.decompress_s

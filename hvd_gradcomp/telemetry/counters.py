@@ -56,7 +56,10 @@ class Counters:
 
     def bucket(self, name: str) -> BucketCounters:
         """The counters of bucket `name`, made on first use."""
-        return self.buckets.setdefault(name, BucketCounters())
+        found = self.buckets.get(name)
+        if found is None:
+            found = self.buckets[name] = BucketCounters()
+        return found
 
     @property
     def total(self) -> BucketCounters:

@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvd_gradcomp.engine.joining import watch
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.tensorflow.exchange import Gradient, GradientExchange
 from hvd_gradcomp.tensorflow.paths import paths_of, tensorflow_variable
@@ -37,6 +38,7 @@ class Reducer:
         self.settings = settings
         self.name = name
         self._exchanges: dict[tuple[int, ...], GradientExchange] = {}
+        watch(settings.compressor)
         _all.add(self)
 
     @tf.autograph.experimental.do_not_convert

@@ -3,7 +3,8 @@
 Both build their allreduce with `horovod.tensorflow._make_allreduce_grads_fn`, which Horovod looks up anew each time.
 `register` puts a function in its place that returns a `Reducer` when the compression is one of ours, and Horovod's own
 function otherwise: with stock compressions nothing changes. The tape's `gradient` is replaced as well, since it cannot
-take the variables of Keras 3; again only where the compression is ours.
+take the variables of Keras 3; again only where the compression is ours. `hvd.join` is replaced as well, see
+`engine/joining.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
+from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.compressors.base import as_compressor
+from hvd_gradcomp.engine.joining import join
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.tensorflow.paths import tensorflow_variable
 from hvd_gradcomp.tensorflow.reducer import Reducer, reducer_of
@@ -33,6 +36,9 @@ def register() -> None:
     _replace(hvd._DistributedGradientTape, "gradient", _gradient)
     _replace(hvd._DistributedGradientTape, "register_local_source", _register_local_source)
     _replace(hvd._DistributedAdasumOptimizer, "__init__", _adasum_init)
+    # Both are names of one function, and users have the first.
+    _replace(hvd, "join", join)
+    _replace(mpi_ops, "join", join)
 
 
 def unregister() -> None:

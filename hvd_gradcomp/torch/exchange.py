@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,6 +53,8 @@ class GradientExchange:
         self.names: dict[torch.Tensor, str] = optimizer._parameter_names
         self.scope = scope
         self._groups = groups
+        # By name: it follows from name, shape and dtype, and is asked in every step.
+        self._compressed: dict[str, bool] = {}
         self._engine: Engine | None = None
         self._results: dict[str, torch.Tensor] = {}
         # What waits for this step's uncompressed exchanges.
@@ -92,7 +95,7 @@ class GradientExchange:
         self._set_layout(p, name)
         if p.grad.is_sparse and not self.optimizer.sparse_as_dense:
             return self._submit_sparse(p, name)
-        if not self._is_compressed(p):
+        if not self._is_compressed(p, name):
             return self._submit_dense(p, name)
         gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
         taken = p.grad.is_sparse or owns_its_memory(gradient)
@@ -143,7 +146,7 @@ class GradientExchange:
             dense = [int(p.grad is not None and not p.grad.is_sparse) for p in exchanged]
             sparse = [self._sparse.get(self.names[p], 0) or sparse_dims(p) for p in exchanged]
             layouts = torch.tensor([dense, sparse], dtype=torch.int32)
-            name = f"{self.scope}{self._first_name()}.layouts"
+            name = f"{self.scope}{self._first_name}.layouts"
             process_set = self.optimizer.process_set
             wait(mpi_ops.allreduce_async_(layouts, name=name, op=mpi_ops.Max, process_set=process_set))
             found = {self.names[p]: (layouts[0, i], int(layouts[1, i])) for i, p in enumerate(exchanged)}
@@ -165,7 +168,7 @@ class GradientExchange:
 
     def compressed_parameters(self) -> list[torch.Tensor]:
         """The parameters whose gradients are compressed, in the order of the optimizer."""
-        return [p for p in self._exchanged_parameters() if self._is_compressed(p)]
+        return [p for p in self._exchanged_parameters() if self._is_compressed(p, self.names[p])]
 
     def compressor_of(self, p: torch.Tensor) -> Compressor:
         """What compresses the gradient of `p`; a policy may change its ratio."""
@@ -181,11 +184,15 @@ class GradientExchange:
         """Whether Horovod exchanges nothing, because this is the only worker."""
         return mpi_ops.size() == 1 and not self.optimizer._requires_update
 
+    @functools.cached_property
     def _first_name(self) -> str:
         return min(self.names.values(), default="")
 
-    def _is_compressed(self, p: torch.Tensor) -> bool:
-        return self.compressor_of(p).takes(p.numel()) and p.dtype in _KINDS
+    def _is_compressed(self, p: torch.Tensor, name: str) -> bool:
+        found = self._compressed.get(name)
+        if found is None:
+            found = self._compressed[name] = self.compressor_of(p).takes(p.numel()) and p.dtype in _KINDS
+        return found
 
     def _make_engine(self) -> Engine:
         optimizer = self.optimizer
@@ -204,7 +211,7 @@ class GradientExchange:
             options=options,
             groups=self._group_names(compressed),
             scope=self.scope,
-            settings_name=self._first_name(),
+            settings_name=self._first_name,
         )
 
     def _group_names(self, compressed: list[torch.Tensor]) -> list[list[str]] | None:
@@ -224,7 +231,7 @@ class GradientExchange:
         if self._have_met or self._greeting is not None or self.compressor.meets == "dense":
             return
         self.engine.begin_agreement(p)
-        self._greeting = self._send_greeting(self._first_name())
+        self._greeting = self._send_greeting(self._first_name)
 
     def _send_greeting(self, name: str) -> int:
         handle: int = mpi_ops.allreduce_async_(
@@ -269,7 +276,7 @@ class GradientExchange:
     def _submit_sparse(self, p: torch.Tensor, name: str) -> Handle:
         """A sparse gradient travels as Horovod sends it: all indices and values by allgather."""
         self._sparse[name] = sparse_dims(p)
-        if self._is_compressed(p):
+        if self._is_compressed(p, name):
             self.engine.submit(name, None)
         handle, _ = self.optimizer._sparse_allreduce_grad_async(p, f"{self.scope}{name}")
 
@@ -291,7 +298,7 @@ class GradientExchange:
         counted.dense_bytes += gradient.numel() * gradient.element_size()
         counted.sent_bytes += sent.numel() * sent.element_size()
         counted.received_bytes += sent.numel() * sent.element_size()
-        suffix = ".dense" if name == self._first_name() and self.compressor.meets != "dense" else ""
+        suffix = ".dense" if name == self._first_name and self.compressor.meets != "dense" else ""
         handle = mpi_ops.allreduce_async_(
             sent,
             name=f"{self.scope}{name}{suffix}",

@@ -2,7 +2,8 @@
 
 Horovod builds its optimizer from the methods of one class. `register` puts three methods in their place, each of which
 calls Horovod's own unless the compression is one of ours: with stock compressions nothing changes. Horovod tells a
-compressor neither the parameter's name nor the operation; its optimizer knows both.
+compressor neither the parameter's name nor the operation; its optimizer knows both. `hvd.join` is replaced as well, see
+`engine/joining.py`.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+from horovod.torch import mpi_ops
 from horovod.torch import optimizer as stock
 
 from hvd_gradcomp.compressors.base import as_compressor
+from hvd_gradcomp.engine.joining import join, watch
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.telemetry import Counters
 from hvd_gradcomp.torch.exchange import GradientExchange
 
 _ATTRIBUTE = "_hvd_gradcomp"
-_originals: dict[tuple[type, str], Callable[..., Any]] = {}
+_originals: dict[tuple[Any, str], Callable[..., Any]] = {}
 # How many optimizers of a process set began with a parameter of this name: their collectives need different names.
 _seen: Counter[tuple[int, str]] = Counter()
 
@@ -37,12 +40,15 @@ def register() -> None:
     _replace(stock._DistributedOptimizer, "_allreduce_grad_async", _allreduce_grad_async)
     _replace(stock._DistributedOptimizer, "synchronize", _synchronize)
     _replace(stock._DistributedAdasumOptimizer, "__init__", _adasum_init)
+    # Both are names of one function, and users have the first.
+    _replace(hvd, "join", join)
+    _replace(mpi_ops, "join", join)
 
 
 def unregister() -> None:
     """Undo `register`; optimizers that exist already keep working."""
-    for (cls, name), original in _originals.items():
-        setattr(cls, name, original)
+    for (owner, name), original in _originals.items():
+        setattr(owner, name, original)
     _originals.clear()
 
 
@@ -101,15 +107,15 @@ def _registered() -> Iterator[None]:
             unregister()
 
 
-def _replace(cls: type, name: str, replacement: Callable[..., Any]) -> None:
-    original = getattr(cls, name)
-    _originals[cls, name] = original
+def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+    _originals[owner, name] = original
 
     @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return replacement(original, self, *args, **kwargs)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
 
-    setattr(cls, name, method)
+    setattr(owner, name, function)
 
 
 def _init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
@@ -127,6 +133,7 @@ def _init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
     options |= {"compression": compressor, "groups": None}
     original(*call.args, **call.kwargs)
     setattr(self, _ATTRIBUTE, GradientExchange(self, compressor, groups, _scope(self)))
+    watch(compressor)
 
 
 def _adasum_init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:

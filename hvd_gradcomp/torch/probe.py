@@ -17,18 +17,22 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_gradcomp.collectives import Allgather, Allreduce, Request
 from hvd_gradcomp.compressors import Compressor, NoCompression
 from hvd_gradcomp.engine import Engine, Parameter
 from hvd_gradcomp.engine.reduction import Reduction
-from hvd_gradcomp.policy.cost import FREE, Links, Network, Topology
-from hvd_gradcomp.policy.planner import COSTS, Compute, Machines, Method, Sending, fit_network
+from hvd_gradcomp.engine.rehearsal import Echo, divisible, made_up
+from hvd_gradcomp.policy.cost import COSTS, FREE, Links, Network, Topology, fit_network
+from hvd_gradcomp.policy.planner import Compute, Machines, Method, Sending
 
 #: Kind of collective -> bytes that a worker hands in, next to nothing and as much as a bucket or a fused gradient.
-SIZES = {"allreduce": (4, 32 << 20), "allgather": (4, 2 << 20), "alltoall": (4, 4 << 20)}
+SIZES = {"allreduce": (4, 32 << 20), "allgather": (4, 8 << 20), "alltoall": (4, 8 << 20)}
 _REPEATS = 3
-# Seconds after which a collective is not repeated.
+# Seconds after which a collective is not repeated; by how much times differ that have settled; how often at most.
 _LONG = 1.0
+_SETTLED = 1.1
+_MOST = 10
+# Of a small computation, enough to be timed.
+_ROUNDS = 200
 #: Values of a model that compressing is measured on; times of larger models are extrapolated.
 SAMPLE = 32 << 20
 # A dense exchange is many tensors, which Horovod copies together first.
@@ -37,9 +41,12 @@ _PIECES = 16
 
 @contextmanager
 def workers() -> Iterator[bool]:
-    """Horovod, running, with one thread a worker where workers share cores; tells whether this is rank 0."""
+    """Horovod, running, with as many threads as there are cores for each worker, unless OMP_NUM_THREADS says how many.
+
+    Tells whether this is rank 0.
+    """
     hvd.init()
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // hvd.local_size()))
     yield hvd.rank() == 0
     # A worker that ends before the others may take them down.
@@ -69,7 +76,7 @@ def machines() -> Machines:
         points = [(COSTS[kind](size, flat, unit).seconds, _seconds(_collective(kind, size))) for size in SIZES[kind]]
         network = fit_network(points)
         links[kind] = Links(network, network if where.nodes == 1 else within)
-    return Machines(where, links)
+    return Machines(where, links, overlap())
 
 
 def _within(where: Topology) -> Network:
@@ -98,42 +105,58 @@ def _nothing() -> None:
     pass
 
 
-def method(name: str, compressor: Compressor, shapes: Sequence[tuple[int, ...]], average: bool = True) -> Method:
+def ways(compressor: Compressor, where: Topology) -> list[str]:
+    """The collectives by which `compressor` may be of use there."""
+    found = ["allgather"]
+    if compressor.meets == "gather" and not compressor.learns:
+        found += ["scatter_reduce"] if where.workers > 2 else []
+        nodewise = where.nodes > 1 and max(where.local_sizes) > 1
+        found += ["hierarchical"] if nodewise and compressor.memory.is_linear and not compressor.votes else []
+    return found
+
+
+def method(
+    name: str,
+    compressor: Compressor,
+    shapes: Sequence[tuple[int, ...]],
+    where: Topology,
+    way: str = "allgather",
+    average: bool = True,
+) -> Method:
     """What compressing a model's gradients takes here, and what it hands to collectives, bucket by bucket."""
     parameters = _parameters(shapes)
     sample = _sampled(parameters)
+    if way != "allgather":
+        sample = divisible(sample, where.local_sizes)
+        compressor = compressor.with_collective(way)
     scale = sum(each.size for each in parameters) / sum(each.size for each in sample)
-    transport = Repeating(hvd.size())
-    reduction = Reduction(compressor, sample, transport, average=average)
-    generator = torch.Generator().manual_seed(hvd.rank())
-    pool = torch.randn(max(each.size for each in sample), generator=generator)
-    pool *= torch.exp(torch.randn(len(pool), generator=generator))
+    echo = Echo(where.local_sizes)
+    reduction = Reduction(compressor, sample, echo, average=average)
+    like = torch.zeros(1)
     seconds = []
     # The first step has no residual yet.
     for step in range(1 + _REPEATS):
-        gradients = {each.name: pool[: each.size].roll(step) for each in sample}
-        transport.requests.clear()
+        gradients = made_up(sample, step, like)
+        echo.requests.clear()
+        echo.seconds = 0.0
         reduction.counters.reset()
         _meet()
+        started = time.perf_counter()
         reduction.reduce(gradients)
-        total = reduction.counters.total
+        whole = time.perf_counter() - started - echo.seconds
+        compress = reduction.counters.total.compress_seconds
         if step:
-            seconds.append([_slowest(total.compress_seconds), _slowest(total.decompress_seconds)])
+            seconds.append([_slowest(compress), _slowest(whole) - _slowest(compress)])
     # The least: whatever else the machine was doing meanwhile only ever adds to it.
-    compress, decompress = (scale * min(each) for each in zip(*seconds, strict=True))
-    kinds = {kind for requests in transport.requests.values() for kind, _ in requests}
-    return Method(
-        name,
-        "allgather" if "allgather" in kinds else "allreduce",
-        _buckets(reduction, transport, scale),
-        compress,
-        decompress,
-    )
+    compress, decompress = (scale * max(0.0, min(each)) for each in zip(*seconds, strict=True))
+    kinds = {kind for requests in echo.requests.values() for kind, _ in requests}
+    collective = way if way != "allgather" else "allgather" if "allgather" in kinds else "allreduce"
+    return Method(name, collective, _buckets(reduction, echo, scale), compress, decompress)
 
 
 def dense(shapes: Sequence[tuple[int, ...]]) -> Method:
     """Horovod's own exchange, whose copying is part of what was measured of the network."""
-    buckets = Engine(NoCompression(), _parameters(shapes), Repeating(1)).buckets
+    buckets = Engine(NoCompression(), _parameters(shapes), Echo((1,))).buckets
     sendings = (Sending(4.0 * each.size, (("allreduce", 4.0 * each.size),)) for each in buckets)
     return Method("dense", "allreduce", tuple(sendings))
 
@@ -155,51 +178,6 @@ def compute(module: torch.nn.Module, inputs: tuple[Any, ...]) -> Compute:
     return Compute(*(min(each) for each in zip(*found[1:], strict=True)))
 
 
-class Repeating:
-    """A transport without a network: every worker is taken to have sent what this one sends.
-
-    Args:
-        workers: how many there are to be.
-    """
-
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
-        self.rank = 0
-        self.ranks = tuple(range(workers))
-        #: name of a bucket -> kind and bytes of its collectives
-        self.requests: dict[str, list[tuple[str, float]]] = {}
-
-    def adds(self, kind: str) -> bool:
-        """As Horovod: not bfloat16."""
-        return kind != "bfloat16"
-
-    def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """One worker on each, so that nothing is done nodewise."""
-        return tuple((rank,) for rank in self.ranks)
-
-    def part(self, groups: Sequence[Sequence[int]]) -> Repeating:
-        """Of workers who are all alike."""
-        return Repeating(len(groups[0]))
-
-    def start(self, request: Request, name: str) -> torch.Tensor:
-        """The result at once."""
-        # What follows the bucket's name says which of its collectives this is.
-        its = self.requests.setdefault(name.partition(".")[0], [])
-        if isinstance(request, Allreduce):
-            width = 2 if request.kind in ("float16", "bfloat16") else 4
-            its.append(("allreduce", float(width * len(request.values))))
-            return request.values * (1 if request.op == "max" else self.workers)
-        if isinstance(request, Allgather):
-            its.append(("allgather", float(len(request.payload))))
-            return request.payload.repeat(self.workers)
-        its.append(("alltoall", float(len(request.payload))))
-        return request.payload[: request.splits[0]].repeat(self.workers)
-
-    def wait(self, handle: torch.Tensor) -> torch.Tensor:
-        """See `Transport.wait`."""
-        return handle
-
-
 def _parameters(shapes: Sequence[tuple[int, ...]]) -> list[Parameter]:
     return [Parameter(f"p{number}_", math.prod(shape), "float32", tuple(shape)) for number, shape in enumerate(shapes)]
 
@@ -219,14 +197,14 @@ def _sampled(parameters: Sequence[Parameter]) -> list[Parameter]:
     return found
 
 
-def _buckets(reduction: Reduction, transport: Repeating, scale: float) -> tuple[Sending, ...]:
+def _buckets(reduction: Reduction, echo: Echo, scale: float) -> tuple[Sending, ...]:
     """The collectives of a step; those of the sampled tensors stand for the whole model."""
     found = []
     pieces = max(1, round(scale))
     share = scale / pieces
     for engine in (reduction.small, reduction.large):
         for bucket in engine.buckets:
-            requests = transport.requests[f"{engine.scope}{bucket.name}"]
+            requests = echo.requests[f"{engine.scope}{bucket.name}"]
             sending = Sending(share * 4.0 * bucket.size, tuple((kind, share * size) for kind, size in requests))
             found += [sending] * pieces
     return tuple(found)
@@ -253,14 +231,44 @@ def _collective(kind: str, size: int, among: hvd.ProcessSet = hvd.global_process
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    """The median of a few calls, each from a common start; the first is not counted, unless it takes long."""
+    """How long a call takes once its time has settled, from a common start; of one that takes long, the first time.
+
+    Connections and buffers take some hundred megabytes to get up to speed, and a training has thousands of steps.
+    """
     found: list[float] = []
-    while len(found) <= _REPEATS and not (found and found[-1] > _LONG):
+    while True:
         _meet()
         started = time.perf_counter()
         call()
         found.append(_slowest(time.perf_counter() - started))
-    return statistics.median(found[1:] or found)
+        last = found[-_REPEATS:]
+        settled = len(found) > _REPEATS and max(last) < _SETTLED * min(last)
+        if found[-1] > _LONG or settled or len(found) == _MOST:
+            return found[-1] if found[-1] > _LONG else statistics.median(last)
+
+
+def overlap() -> float:
+    """Which part of the network's time passes while a worker computes, from 0 to 1.
+
+    Less than all of it where a worker's computing leaves no core to Horovod's own thread.
+    """
+    call = _collective("allgather", 2 << 20)
+    values = torch.zeros(256 << 10)
+
+    def computing(times: int) -> None:
+        for _ in range(times):
+            values.add_(1.0)
+
+    network = _seconds(call)
+    rounds = max(1, round(_ROUNDS * min(network, _LONG) / _seconds(lambda: computing(_ROUNDS))))
+    alone = _seconds(lambda: computing(rounds))
+
+    def both() -> None:
+        handle = hvd.allgather_async(torch.zeros(2 << 20, dtype=torch.uint8), name="plan.overlap")
+        computing(rounds)
+        hvd.synchronize(handle)
+
+    return min(1.0, max(0.0, (network + alone - _seconds(both)) / min(network, alone)))
 
 
 def _meet() -> None:

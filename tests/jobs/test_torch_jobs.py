@@ -42,18 +42,12 @@ DIFFERENCES = {
 #: Scenarios -> the ranks with a compression of Horovod's own.
 STOCK = {"one_is_stock": {2}, "all_but_one_are_stock": {0, 1}, "one_sends_all": set()}
 CORRUPT = ("corrupt_payload", "short_payload")
-JOIN_ERRORS = {
-    "join_before_allreduce": "no process set holds exactly",
-    "join_gather": r"called hvd\.join\(\)",
-}
 JOIN_WORKS = ("join_fp16", "join_none")
-# Jobs of their own: what errors leave waiting in Horovod would seem to be complete when a worker joins, and Horovod
-# is not itself any more when an allgather has met a worker that had joined.
-JOBS = ([*JOIN_WORKS, *JOIN_ERRORS], [*DIFFERENCES, "layouts_differ", *STOCK, *CORRUPT, "all_is_well"])
-
-# Mostly all is as over Gloo, but the worker that has joined may leave an allreduce of small tensors to the others,
-# who wait in MPI for it. The README tells users not to join.
-UNSAFE = {("mpi", "join_gather")}
+# Jobs of their own: what errors leave waiting in Horovod would seem to be complete when a worker joins.
+JOBS = (
+    [*JOIN_WORKS, "join_before_allreduce"],
+    [*DIFFERENCES, "layouts_differ", *STOCK, *CORRUPT, "all_is_well"],
+)
 
 #: Lets four workers of this machine act as two nodes of two.
 TWO_NODES = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HVD_GRADCOMP_NODES": "2,2"}
@@ -110,9 +104,8 @@ LAUNCHERS = ["mpi", "gloo"] if hvd.mpi_built() else ["gloo"]
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     found: Outcomes = {}
     for all_scenarios in JOBS:
-        scenarios = [each for each in all_scenarios if (request.param, each) not in UNSAFE]
-        status, ended = launch(scenarios, tmp_path_factory.mktemp(request.param), request.param)
-        assert status != -1, f"a job with {scenarios} did not end by itself"
+        status, ended = launch(all_scenarios, tmp_path_factory.mktemp(request.param), request.param)
+        assert status != -1, f"a job with {all_scenarios} did not end by itself"
         found |= ended
     return found
 
@@ -151,19 +144,25 @@ def test_a_corrupt_payload_names_the_rank_on_every_worker(scenario: str, outcome
         assert_failed(outcome, "PayloadError", "rank 1 sent")
 
 
-@pytest.mark.parametrize("scenario", JOIN_ERRORS)
-def test_join_is_a_clear_error_where_payloads_are_gathered(scenario: str, outcomes: Outcomes) -> None:
-    """For the workers that go on; the one that has joined waits for them, and goes on when they have joined too."""
-    if scenario not in outcomes:
-        pytest.skip("over MPI a worker that joins can leave the others waiting in an allreduce")
-    for outcome in outcomes[scenario][:2]:
-        # When an allgather that Horovod has cached meets a worker that has joined, Horovod itself may end there (seen
-        # over Gloo), and says so in an error of its own, as soon, if less clearly; or it takes the process along.
-        if scenario == "join_gather" and outcome.get("error", "HorovodInternalError") == "HorovodInternalError":
-            assert outcome.get("seconds", 0) < LIMIT
-        else:
-            assert_failed(outcome, "UnsupportedError", JOIN_ERRORS[scenario])
-    assert outcomes[scenario][2].get("error", "") == ""
+def test_an_allreduce_of_payloads_after_a_join_is_an_error(outcomes: Outcomes) -> None:
+    """For the workers that go on; the one that has joined goes on when they have joined too."""
+    for outcome in outcomes["join_before_allreduce"][:2]:
+        assert_failed(outcome, "UnsupportedError", "no process set holds exactly")
+    assert outcomes["join_before_allreduce"][2].get("error") == ""
+
+
+@pytest.mark.parametrize("over", LAUNCHERS)
+def test_a_join_where_payloads_are_gathered_ends_the_job(over: str, tmp_path: Path) -> None:
+    """The worker that calls it is told why, before it joins; its end is that of the others, who wait for nothing."""
+    started = time.monotonic()
+    status, outcomes = launch(["join_gather"], tmp_path, over)
+    assert time.monotonic() - started < JOB_LIMIT
+    assert status not in (0, -1)
+    *others, joins = outcomes["join_gather"]
+    assert_failed(joins, "UnsupportedError", r"hvd\.join\(\) was called .* payloads of topk")
+    for outcome in others:
+        # The launcher may end them first.
+        assert outcome.get("error", "HorovodInternalError") == "HorovodInternalError"
 
 
 @pytest.mark.parametrize("scenario", [*JOIN_WORKS, "all_is_well"])

@@ -314,7 +314,7 @@ def test_a_step_that_is_not_finite_is_not_measured(numpy_ops: Any) -> None:
 def test_measuring_costs_one_small_collective_in_a_tenth_of_a_window(numpy_ops: Any) -> None:
     run = Run(GraVAC(TopK, window=20), numpy_ops).go(6)
     requests = [each.request.payload for each in run.cluster.sent[0] if each.name.endswith(".policy")]
-    assert [len(payload) for payload in requests] == [40] * 3, "after steps 2, 4 and 6"
+    assert [len(payload) for payload in requests] == [48] * 3, "after steps 2, 4 and 6"
 
 
 @pytest.mark.parametrize("method", [NoCompression(), PowerSGD(), Threshold(), Sign()])

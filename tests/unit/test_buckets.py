@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_gradcomp.engine import Bucket, Parameter, plan_buckets
+from hvd_gradcomp.engine.buckets import BUCKET_BYTES, BUCKET_VARIABLE, configured_bucket_bytes
+from hvd_gradcomp.errors import ConfigurationError
 
 
 def parameters(*sizes: int) -> list[Parameter]:
@@ -73,3 +75,17 @@ def test_groups_may_name_what_is_not_compressed_or_nothing():
 
 def test_a_parameter_in_two_groups_is_in_the_first():
     assert names(plan_buckets(parameters(9, 9), groups=[["p0"], ["p0", "p1"]])) == [["p0"], ["p1"]]
+
+
+def test_the_environment_gives_the_size(monkeypatch):
+    monkeypatch.delenv(BUCKET_VARIABLE, raising=False)
+    assert configured_bucket_bytes() == BUCKET_BYTES
+    monkeypatch.setenv(BUCKET_VARIABLE, "400")
+    assert configured_bucket_bytes() == 400
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "16MB", "1.5"])
+def test_an_environment_that_gives_no_size_is_refused(monkeypatch, text):
+    monkeypatch.setenv(BUCKET_VARIABLE, text)
+    with pytest.raises(ConfigurationError, match=f"{BUCKET_VARIABLE} must be a number of bytes .* got '{text}'"):
+        configured_bucket_bytes()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hvd_gradcomp.errors import ConfigurationError
-from hvd_gradcomp.policy.cost import Links, Network, Topology
+from hvd_gradcomp.policy.cost import Links, Network, Topology, fit_network
 from hvd_gradcomp.policy.models import MODELS, values
 from hvd_gradcomp.policy.planner import (
     Compute,
@@ -13,10 +15,8 @@ from hvd_gradcomp.policy.planner import (
     Method,
     Sending,
     advice,
-    fit_network,
     predict,
     rank,
-    with_collective,
 )
 
 MEGA = 1e6
@@ -73,6 +73,19 @@ def test_what_overlaps_costs_nothing_but_the_last_bucket() -> None:
     assert slow.step_s == pytest.approx(1.0 + 0.5 + 10.0)
 
 
+def test_a_network_that_goes_on_slowly_while_workers_compute() -> None:
+    compute = Compute(forward_s=1.0, backward_s=2.0)
+    alone = machines(15 * MEGA)
+    # Four buckets of 2.5 s each at full speed, the first after a quarter of backward.
+    busy = replace(alone, overlap=0.5)
+    assert predict(dense(), busy, compute).step_s == pytest.approx(1.0 + 2.0 + 10.0 - 0.5 * 1.5)
+    assert predict(dense(), replace(alone, overlap=0.0), compute).step_s == pytest.approx(1.0 + 2.0 + 10.0)
+    # Buckets that are over before the work is.
+    quick = replace(machines(1500 * MEGA), overlap=0.5)
+    assert predict(dense(), quick, compute).step_s == pytest.approx(3.0 + 0.1 / 4)
+    assert predict(topk(compress_s=0.4), replace(machines(15 * MEGA), overlap=0.0)).exchange_s == pytest.approx(0.5)
+
+
 def test_the_ranking_and_its_sentence() -> None:
     compute = Compute(1.0, 2.0)
     methods = [dense(), topk(compress_s=0.1, decompress_s=0.1)]
@@ -89,14 +102,17 @@ def test_the_ranking_and_its_sentence() -> None:
     assert advice(rank([dense()], machines(15 * MEGA))).startswith("dense is best here")
 
 
-def test_other_collectives() -> None:
+def test_collectives_of_some_workers_only() -> None:
+    """Eight shares cross from node to node at once, and gradients stay on the nodes."""
     many = machines(15 * MEGA, Topology.even(64, nodes=8))
-    scattered = with_collective(topk(), "scatter_reduce", many)
-    assert scattered is not None
-    assert predict(scattered, many).wire_s < predict(topk(), many).wire_s
-    assert with_collective(topk(), "hierarchical", many) is not None
-    assert with_collective(topk(), "hierarchical", machines(15 * MEGA)) is None
-    assert with_collective(dense(), "scatter_reduce", many) is None
+    nodewise = (("node alltoall", 25 * MEGA), ("across allgather", 0.125 * MEGA / 8), ("node allgather", 25 * MEGA / 8))
+    found = predict(Method("topk", "hierarchical", (Sending(25 * MEGA, nodewise),)), many)
+    on_the_node = 2 * 7 / 8 * 25 / (100 * 15)
+    assert found.wire_s == pytest.approx(on_the_node + 7 * 0.125 / 15)
+    scattered = (("alltoall", 0.125 * MEGA), ("allgather", 0.125 * MEGA / 64))
+    flat = machines(15 * MEGA, Topology.even(64))
+    found = predict(Method("topk", "scatter_reduce", (Sending(25 * MEGA, scattered),)), flat)
+    assert found.wire_s == pytest.approx(2 * 63 / 64 * 0.125 / 15)
 
 
 @pytest.mark.parametrize(

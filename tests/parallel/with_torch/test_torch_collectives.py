@@ -171,8 +171,11 @@ def test_the_cheapest_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same_everywhere({name: p.grad for name, p in params.items()})
         chosen = exchange_of(optimizer).engine.chooser
         assert chosen is not None
-        speeds = torch.tensor([chosen.links.between.latency_s, chosen.links.between.bytes_per_s], dtype=torch.float64)
-        assert_same_everywhere({"speeds": speeds})
+        networks = [links.between for links in chosen.links.values()]
+        rates = [rate for each in chosen.computing.values() for rate in each.values()]
+        numbers = [number for each in networks for number in (each.latency_s, each.bytes_per_s)] + rates
+        assert_same_everywhere({"speeds": torch.tensor(numbers, dtype=torch.float64)})
+        assert ("HVD_GRADCOMP_NETWORK" in os.environ) == (not rates)
         total = counters(optimizer).total
         # With measured numbers any of them may be.
         assert "HVD_GRADCOMP_NETWORK" not in os.environ or (total.nodewise > 0) == (hvd.size() > 2)

@@ -8,6 +8,7 @@ import horovod.torch as hvd
 import pytest
 import torch
 
+from hvd_gradcomp.policy.cost import Topology
 from hvd_gradcomp.policy.planner import predict
 from hvd_gradcomp.torch import FP16, Compressor, PowerSGD, TopKInt8, counters, probe
 
@@ -32,7 +33,7 @@ def test_the_network_between_the_workers(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("compressor", [TopKInt8(ratio=0.05), FP16(), PowerSGD(rank=2)], ids=str)
 def test_what_a_method_sends_is_what_an_optimizer_sends(compressor: Compressor) -> None:
-    found = probe.method("it", compressor, SHAPES)
+    found = probe.method("it", compressor, SHAPES, Topology.even(hvd.size()))
     assert_agreed((found.compress_s, found.decompress_s))
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     optimizer = hvd.DistributedOptimizer(
@@ -51,10 +52,23 @@ def test_what_a_method_sends_is_what_an_optimizer_sends(compressor: Compressor) 
     assert found.ratio == pytest.approx(sent / (4 * VALUES), rel=0.05)
 
 
+@pytest.mark.parametrize("way", ["scatter_reduce", "hierarchical"])
+def test_other_collectives_are_rehearsed_too(way: str) -> None:
+    where = Topology((2, 2))
+    assert probe.ways(TopKInt8(), where) == ["allgather", "scatter_reduce", "hierarchical"]
+    assert probe.ways(FP16(), where) == ["allgather"]
+    found = probe.method("it", TopKInt8(ratio=0.05), SHAPES, where, way)
+    assert found.collective == way
+    assert_agreed((found.compress_s, found.decompress_s))
+    kinds = {kind for bucket in found.buckets for kind, _ in bucket.requests}
+    assert {"alltoall", "allgather"} <= {kind.rpartition(" ")[2] for kind in kinds}
+    assert ("across allgather" in kinds) == (way == "hierarchical")
+
+
 def test_a_large_model_is_measured_on_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = probe.method("it", TopKInt8(ratio=0.05, dense_below=0), SHAPES)
+    whole = probe.method("it", TopKInt8(ratio=0.05, dense_below=0), SHAPES, Topology.even(hvd.size()))
     monkeypatch.setattr(probe, "SAMPLE", VALUES // 4)
-    part = probe.method("it", TopKInt8(ratio=0.05, dense_below=0), SHAPES)
+    part = probe.method("it", TopKInt8(ratio=0.05, dense_below=0), SHAPES, Topology.even(hvd.size()))
     assert sum(bucket.dense_bytes for bucket in part.buckets) == pytest.approx(4 * VALUES)
     # The headers of so small tensors count as well.
     assert part.ratio == pytest.approx(whole.ratio, rel=0.2)

@@ -27,6 +27,14 @@ inline void store(void* to, T value) {
     std::memcpy(to, &value, sizeof value);
 }
 
+// The 8 bytes at `from`, zeros for those at or above `end`.
+inline uint64_t load_word(const uint8_t* from, const uint8_t* end) {
+    if (end - from >= 8) return load<uint64_t>(from);
+    uint64_t word = 0;
+    if (from < end) std::memcpy(&word, from, static_cast<size_t>(end - from));
+    return word;
+}
+
 inline uint64_t octets(uint64_t bits) { return (bits + 7) / 8; }
 
 inline uint64_t padded(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }

@@ -15,9 +15,12 @@ namespace {
 
 constexpr uint8_t kSparseFrame = 1;
 constexpr uint64_t kHeaderBytes = 16;
-// Elements of `out` that are worked on at a time: they stay in the second level of cache.
-constexpr size_t kBlock = size_t{1} << 15;
-constexpr size_t kPending = 256;
+// Elements of the mean that are worked on at a time.
+constexpr size_t kBlock = size_t{1} << 13;
+// From this size on results are stored past the caches: nobody will find them there when they are next read.
+constexpr size_t kFar = size_t{1} << 16;
+// Positions and values that are read at a time.
+constexpr size_t kSome = 256;
 
 // One frame on its way into `out`: positions are decoded some at a time, and wait until their block's turn comes.
 class FrameReader {
@@ -31,7 +34,7 @@ class FrameReader {
         const uint8_t* start = reader.bytes(body_bytes);
         if (count > size || !start) return false;
         Reader body{start, body_bytes};
-        if (!positions_.open(&body, size, count) || !values_.open(&body, count) || body.left) return false;
+        if (!positions_.open(&body, size, count) || !reader_.open(&body, count) || body.left) return false;
         kept_ = static_cast<size_t>(count);
         frame->used = static_cast<uint64_t>(reader.data - frame->data);
         return true;
@@ -40,47 +43,49 @@ class FrameReader {
     // Adds all values, after all positions have been read.
     bool add_all(float* out, size_t size) {
         if (positions_.all()) {
-            values_.add_run(out, 0, size);
+            reader_.add_run(out, 0, size);
             return true;
         }
         std::unique_ptr<uint32_t[]> positions(new (std::nothrow) uint32_t[kept_]);
         size_t found;
         if (!positions || !positions_.next(positions.get(), kept_, &found)) return false;
-        values_.add_far(out, positions.get(), 0, found);
+        for (size_t start = 0; start < found; start += kSome) {
+            const size_t end = std::min(found, start + kSome);
+            // `out` is expected to lie in memory: the next elements are fetched while these are worked on.
+            for (size_t i = end; i < std::min(found, end + kSome); ++i) __builtin_prefetch(out + positions[i], 1);
+            reader_.read(start, end - start, values_);
+            for (size_t i = start; i < end; ++i) out[positions[i]] += values_[i - start];
+        }
         return true;
     }
 
-    // Adds the values at positions below `end`; all below `start` have been added before.
-    bool add_below(float* out, size_t start, size_t end) {
+    // Adds the values at positions from `start` on and below `end` to sums[position - start]; all below `start` have been
+    // added before.
+    bool add_below(float* sums, size_t start, size_t end) {
         if (positions_.all()) {
-            values_.add_run(out + start, start, end - start);
+            reader_.add_run(sums, start, end - start);
             return true;
         }
         for (;;) {
-            if (next_ == count_) {
-                done_ += count_;
-                next_ = 0;
-                if (!positions_.next(pending_, kPending, &count_)) return false;
-                if (!count_) return true;
-            }
-            size_t until = count_;
-            if (pending_[count_ - 1] >= end) {
-                until = static_cast<size_t>(std::lower_bound(pending_ + next_, pending_ + count_, end) - pending_);
-            }
-            values_.add_at(out, pending_ + next_, done_ + next_, until - next_);
-            next_ = until;
-            if (until != count_) return true;
+            for (; next_ < count_ && at_[next_] < end; ++next_) sums[at_[next_] - start] += values_[next_];
+            if (next_ < count_) return true;
+            done_ += count_;
+            next_ = 0;
+            if (!positions_.next(at_, kSome, &count_)) return false;
+            if (!count_) return true;
+            reader_.read(done_, count_, values_);
         }
     }
 
    private:
     PositionReader positions_;
-    ValueReader values_;
-    uint32_t pending_[kPending];
+    ValueReader reader_;
+    uint32_t at_[kSome];   // positions that have been read
+    float values_[kSome];  // and the values there
     size_t kept_ = 0;
-    size_t count_ = 0;   // positions in pending_
+    size_t count_ = 0;   // how many of them there are
     size_t next_ = 0;    // the first of them that was not added yet
-    uint64_t done_ = 0;  // values before those of pending_
+    uint64_t done_ = 0;  // values before these
 };
 
 }  // namespace
@@ -114,13 +119,15 @@ bool decode_mean(FrameBytes* frames, size_t count, float* out, size_t size, floa
     for (size_t each = 0; each < count; ++each) {
         if (!readers[each].open(&frames[each], size)) return false;
     }
+    // Sums are made in a block that stays in the first level of cache, and only results go to memory.
+    alignas(64) float sums[kBlock] = {};
+    const auto settle = size >= kFar ? loops().settle_far : loops().settle;
     for (size_t start = 0; start < size; start += kBlock) {
         const size_t end = std::min(size, start + kBlock);
-        std::memset(out + start, 0, (end - start) * sizeof(float));
         for (size_t each = 0; each < count; ++each) {
-            if (!readers[each].add_below(out, start, end)) return false;
+            if (!readers[each].add_below(sums, start, end)) return false;
         }
-        if (divisor != 1.0f) loops().divide(out + start, end - start, divisor);
+        settle(sums, out + start, end - start, divisor);
     }
     return true;
 }

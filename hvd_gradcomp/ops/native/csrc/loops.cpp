@@ -15,6 +15,8 @@ namespace gradcomp {
 namespace baseline {
 #define TARGET
 #include "loops_plain.inc"
+#include "loops_unfold.inc"
+#include "loops_rice.inc"
 
 // Groups of 16 in which nothing reaches the bound, nearly all when few values are kept, cost no branch an element.
 static size_t scan(float* x, const float* addend, size_t n, uint32_t first, uint32_t bound, uint32_t* positions,
@@ -35,6 +37,19 @@ static size_t scan(float* x, const float* addend, size_t n, uint32_t first, uint
     }
     return found;
 }
+
+#ifdef GRADCOMP_X86
+#define VECTOR __m128
+#define LOAD _mm_loadu_ps
+#define STORE _mm_storeu_ps
+#define STREAM _mm_stream_ps
+#define SET1 _mm_set1_ps
+#define MULTIPLY _mm_mul_ps
+#define DIVIDE _mm_div_ps
+#include "loops_stream.inc"
+#else
+static void settle_far(float* sums, float* out, size_t n, float divisor) { settle(sums, out, n, divisor); }
+#endif
 #undef TARGET
 }  // namespace baseline
 
@@ -46,6 +61,7 @@ namespace avx2 {
 #define TARGET __attribute__((target("avx2,bmi,bmi2,popcnt")))
 #include "loops_plain.inc"
 #include "loops_unfold.inc"
+#include "loops_rice.inc"
 
 TARGET static inline uint64_t reach(float* x, const float* addend, uint32_t bound, __m256i* top) {
     const __m256i magnitude = _mm256_set1_epi32(static_cast<int>(kMagnitude));
@@ -83,6 +99,15 @@ TARGET static size_t scan(float* x, const float* addend, size_t n, uint32_t firs
                                   first + static_cast<uint32_t>(whole), bound, positions + found, keys + found,
                                   largest);
 }
+
+#define VECTOR __m256
+#define LOAD _mm256_loadu_ps
+#define STORE _mm256_storeu_ps
+#define STREAM _mm256_stream_ps
+#define SET1 _mm256_set1_ps
+#define MULTIPLY _mm256_mul_ps
+#define DIVIDE _mm256_div_ps
+#include "loops_stream.inc"
 #undef TARGET
 }  // namespace avx2
 
@@ -92,6 +117,7 @@ namespace avx512 {
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,bmi,bmi2,popcnt")))
 #include "loops_plain.inc"
 #include "loops_unfold.inc"
+#include "loops_rice.inc"
 
 TARGET static inline uint64_t reach(float* x, const float* addend, uint32_t bound, __m512i* top) {
     const __m512i magnitude = _mm512_set1_epi32(static_cast<int>(kMagnitude));
@@ -127,6 +153,15 @@ TARGET static size_t scan(float* x, const float* addend, size_t n, uint32_t firs
                                   first + static_cast<uint32_t>(whole), bound, positions + found, keys + found,
                                   largest);
 }
+
+#define VECTOR __m512
+#define LOAD _mm512_loadu_ps
+#define STORE _mm512_storeu_ps
+#define STREAM _mm512_stream_ps
+#define SET1 _mm512_set1_ps
+#define MULTIPLY _mm512_mul_ps
+#define DIVIDE _mm512_div_ps
+#include "loops_stream.inc"
 #undef TARGET
 }  // namespace avx512
 
@@ -136,8 +171,9 @@ TARGET static size_t scan(float* x, const float* addend, size_t n, uint32_t firs
 
 #define LOOPS(set, name)                                                                                           \
     {                                                                                                              \
-        name, set::scan, set::add, set::quantize, set::quantize_residual, set::dequantize_add, set::divide,        \
-            set::checksum                                                                                          \
+        name, set::scan, set::add, set::quantize, set::quantize_residual, set::dequantize,          \
+            set::dequantize_add, set::settle, set::settle_far, set::rice,     \
+            set::count_bits, set::checksum                                                                                          \
     }
 
 static const Loops kBaseline = LOOPS(baseline, "baseline");

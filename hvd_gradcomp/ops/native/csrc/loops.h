@@ -13,6 +13,22 @@ constexpr uint32_t kInfinity = 0x7f800000;
 // `scan` may write this many elements past the last one that it counts.
 constexpr size_t kScanSlack = 16;
 
+// Where a reader of Rice-coded gaps has got to (positions.h).
+struct RiceBits {
+    const uint8_t* low = nullptr;  // the low bits of the gaps
+    const uint8_t* low_end = nullptr;
+    const uint8_t* unary = nullptr;  // as many set bits as there are gaps
+    const uint8_t* unary_end = nullptr;
+    int width = 0;            // of the low bits, at most 31
+    uint64_t word = 0;        // what is not consumed yet of 64 bits of `unary`
+    uint64_t word_start = 0;  // number of the bit that these begin with
+    uint64_t read = 0;        // gaps read so far
+    uint64_t low_sum = 0;     // of their low bits
+};
+
+// `rice` reads at most this many gaps at a time.
+constexpr size_t kRiceMost = 256;
+
 struct Loops {
     const char* name;
 
@@ -28,10 +44,19 @@ struct Loops {
     void (*quantize)(const float* values, size_t n, float step, int8_t* levels, float* decoded);
     // x -= the same level * step, in place of giving it back.
     void (*quantize_residual)(float* x, size_t n, float step, int8_t* levels);
+    // out = levels * step.
+    void (*dequantize)(const int8_t* levels, size_t n, float step, float* out);
     // out += levels * step.
     void (*dequantize_add)(float* out, const int8_t* levels, size_t n, float step);
-    // x /= divisor; for a power of two by multiplication, which gives the same bits.
-    void (*divide)(float* x, size_t n, float divisor);
+    // out = sums / divisor, and sums = 0; for a power of two by multiplication, which gives the same bits.
+    void (*settle)(float* sums, float* out, size_t n, float divisor);
+    // The same past the caches: no line of `out` is read before it is written, nor does it take another's place.
+    void (*settle_far)(float* sums, float* out, size_t n, float divisor);
+    // The next `count` positions, 1 to kRiceMost, into `out`, modulo 2**32; as many gaps must be left in `bits`. Returns
+    // what the unary parts up to the last come to, which may be anything in bytes of another worker.
+    uint64_t (*rice)(RiceBits* bits, size_t count, uint32_t* out);
+    // How many bits of `bytes` bytes are set.
+    uint64_t (*count_bits)(const uint8_t* data, uint64_t bytes);
     // Sum of (2 (first + i) + 1) * word_i modulo 2**32.
     uint32_t (*checksum)(const uint8_t* data, size_t words, uint32_t first);
 };

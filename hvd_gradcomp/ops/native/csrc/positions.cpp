@@ -1,6 +1,9 @@
 #include "positions.h"
 
+#include <algorithm>
 #include <cmath>
+
+#include "loops.h"
 
 namespace gradcomp {
 
@@ -10,22 +13,6 @@ enum Code { kAll = 0, kRice = 1, kBitmap = 2, kRaw = 3 };
 
 constexpr uint64_t kHeaderBytes = 8;
 constexpr int kGuesses = 4;  // from two below the guess to one above
-
-// The 8 bytes at `from`, zeros for those at or above `end`.
-uint64_t load_word(const uint8_t* from, const uint8_t* end) {
-    if (end - from >= 8) return load<uint64_t>(from);
-    uint64_t word = 0;
-    if (from < end) std::memcpy(&word, from, static_cast<size_t>(end - from));
-    return word;
-}
-
-uint64_t count_bits(const uint8_t* data, uint64_t bytes) {
-    uint64_t count = 0;
-    for (uint64_t i = 0; i < bytes; i += 8) {
-        count += static_cast<uint64_t>(__builtin_popcountll(load_word(data + i, data + bytes)));
-    }
-    return count;
-}
 
 }  // namespace
 
@@ -137,24 +124,24 @@ bool PositionReader::open(Reader* from, uint64_t size, uint64_t count) {
         case kAll:
             return count == size;
         case kRice: {
-            rice_bits_ = header[1];
-            if (rice_bits_ > 31) return false;
-            const uint64_t low_bytes = octets(static_cast<uint64_t>(rice_bits_) * count);
+            rice_.width = header[1];
+            if (rice_.width > 31) return false;
+            const uint64_t low_bytes = octets(static_cast<uint64_t>(rice_.width) * count);
             const uint64_t unary_bytes = load<uint32_t>(header + 4);
-            low_ = from->bytes(low_bytes);
-            bits_ = low_ ? from->bytes(unary_bytes) : nullptr;
-            if (!bits_) return false;
-            low_end_ = low_ + low_bytes;
-            bits_end_ = bits_ + unary_bytes;
-            if (count_bits(bits_, unary_bytes) != count) return false;
-            break;
+            rice_.low = from->bytes(low_bytes);
+            rice_.unary = rice_.low ? from->bytes(unary_bytes) : nullptr;
+            if (!rice_.unary) return false;
+            rice_.low_end = rice_.low + low_bytes;
+            rice_.unary_end = rice_.unary + unary_bytes;
+            rice_.word = load_word(rice_.unary, rice_.unary_end);
+            return loops().count_bits(rice_.unary, unary_bytes) == count;
         }
         case kBitmap: {
             bits_ = from->bytes(octets(size));
             if (!bits_) return false;
             bits_end_ = bits_ + octets(size);
             // Bits behind the last element mean nothing, and are not looked at.
-            uint64_t set = count_bits(bits_, octets(size));
+            uint64_t set = loops().count_bits(bits_, octets(size));
             for (uint64_t bit = size; bit < 8 * octets(size); ++bit) set -= bits_[bit / 8] >> bit % 8 & 1;
             if (set != count) return false;
             break;
@@ -188,31 +175,13 @@ bool PositionReader::next(uint32_t* out, size_t most, size_t* found) {
 }
 
 bool PositionReader::next_rice(uint32_t* out, size_t count) {
-    const uint64_t mask = (uint64_t{1} << rice_bits_) - 1;
-    uint64_t word = word_, word_start = word_start_, last_end = last_end_, low_bit = low_bit_, following = following_;
-    for (size_t i = 0; i < count; ++i) {
-        // `open` has counted the set bits, so there is one more.
-        while (word == 0) {
-            word_start += 64;
-            word = load_word(bits_ + word_start / 8, bits_end_);
-        }
-        const uint64_t bit = word_start + static_cast<uint64_t>(__builtin_ctzll(word));
-        word &= word - 1;
-        const uint64_t quotient = bit - last_end;
-        last_end = bit + 1;
-        const uint64_t low = load_word(low_ + low_bit / 8, low_end_) >> low_bit % 8 & mask;
-        low_bit += static_cast<uint64_t>(rice_bits_);
-        if (quotient >= size_) return false;
-        const uint64_t position = following + (quotient << rice_bits_ | low);
-        if (position >= size_) return false;
-        out[i] = static_cast<uint32_t>(position);
-        following = position + 1;
+    for (size_t start = 0; start < count; start += kRiceMost) {
+        // `open` has counted the set bits, so there are as many more.
+        const uint64_t quotients = loops().rice(&rice_, std::min(kRiceMost, count - start), out + start);
+        if (quotients >= size_) return false;
+        // Positions ascend, so that the last one speaks for all.
+        if ((quotients << rice_.width) + rice_.low_sum + rice_.read - 1 >= size_) return false;
     }
-    word_ = word;
-    word_start_ = word_start;
-    last_end_ = last_end;
-    low_bit_ = low_bit;
-    following_ = following;
     return true;
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "bytes.h"
+#include "loops.h"
 
 namespace gradcomp {
 
@@ -110,16 +111,12 @@ class PositionReader {
     uint64_t size_ = 0;
     uint64_t left_ = 0;
     uint64_t following_ = 0;  // the lowest position that may come next
-    // Rice: the low bits of the gaps, and the stream of unary parts; a bitmap, or raw positions, in `bits_`.
-    int rice_bits_ = 0;
-    const uint8_t* low_ = nullptr;
-    const uint8_t* low_end_ = nullptr;
-    uint64_t low_bit_ = 0;
+    RiceBits rice_;
+    // A bitmap, or raw positions.
     const uint8_t* bits_ = nullptr;
     const uint8_t* bits_end_ = nullptr;
     uint64_t word_ = 0;        // what is not consumed yet of the current 64 bits
     uint64_t word_start_ = 0;  // number of the bit that these begin with
-    uint64_t last_end_ = 0;    // one above the number of the set bit read last
 };
 
 }  // namespace gradcomp

@@ -17,6 +17,10 @@ namespace {
 constexpr size_t kChunk = 4096;
 // Below this size all elements are candidates.
 constexpr size_t kSampleFrom = size_t{1} << 15;
+// Up to this size the sum is made first and stays in cache, where a sample of it is cheap.
+constexpr size_t kSumFirst = size_t{1} << 17;
+// A sample is to hold this many of the values sought.
+constexpr double kLeastExpected = 16;
 
 struct Threshold {
     uint32_t key;  // of the k-th largest
@@ -85,10 +89,12 @@ struct Sample {
     Sample(size_t size, size_t k) {
         if (size < kSampleFrom || k == 0 || k > size / 4) return;
         const double share = static_cast<double>(k) / static_cast<double>(size);
-        const size_t enough = static_cast<size_t>(64 / share);
-        count = std::min(size / 8, std::max(size / 2048, enough));
+        // A value looked at, alone in its cache line, costs some five times what a candidate too many does, of which
+        // there are 3 k / sqrt(count * share): this count makes the sum of both least.
+        const double best = std::pow(0.3 * static_cast<double>(k) / std::sqrt(share), 2.0 / 3.0);
+        count = std::min(size / 8, static_cast<size_t>(std::max(best, kLeastExpected / share)));
         const double expected = static_cast<double>(count) * share;
-        if (expected < 16) {
+        if (expected < kLeastExpected - 1) {
             count = 0;
             return;
         }
@@ -122,20 +128,24 @@ Candidates look(float* x, const float* addend, size_t size, size_t wanted, bool*
     Candidates found;
     found.size = size;
     const Sample sample(size, wanted);
+    uint32_t largest = 0;
+    if (sample.count && addend && size <= kSumFirst) {
+        largest = loops().add(x, addend, size);
+        addend = nullptr;
+    }
     const uint32_t bound = sample.count ? sampled_bound(x, addend, size, sample) : 0;
     if (bound == 0 || bound >= kInfinity) {
-        *finite = loops().add(x, addend, size) < kInfinity;
+        *finite = std::max(largest, loops().add(x, addend, size)) < kInfinity;
         return found;
     }
     const size_t expected = sample.expected_candidates(size);
-    const size_t capacity = std::min(size, expected + expected / 2 + 1024) + kChunk + kScanSlack;
+    const size_t capacity = std::min(size, 2 * expected + 1024) + kChunk + kScanSlack;
     found.memory.reset(new (std::nothrow) uint32_t[2 * capacity]);
     bool room = found.memory != nullptr;
     if (room) {
         found.positions = found.memory.get();
         found.keys = found.positions + capacity;
     }
-    uint32_t largest = 0;
     for (size_t start = 0; start < size; start += kChunk) {
         const size_t length = std::min(kChunk, size - start);
         room = room && found.count + kChunk + kScanSlack <= capacity;

@@ -16,8 +16,8 @@ constexpr float kLevels = 127.0f;
 constexpr float kLargest = 3.4028e38f;
 // Steps below this count as zero (compressors/blocks.py).
 constexpr float kSmallest = 0x1p-100f;
-// So many scattered elements are fetched from memory at a time, while as many others are worked on.
-constexpr size_t kNear = 128;
+// Values that are read at a time.
+constexpr size_t kSome = 256;
 // Gathered values wait in a buffer of this many.
 constexpr size_t kBuffer = 1024;
 
@@ -145,61 +145,54 @@ bool ValueReader::open(Reader* from, uint64_t count) {
     return values_ != nullptr;
 }
 
-template <typename Place>
-void ValueReader::add(float* out, Place place, uint64_t first, size_t count) const {
+template <typename Work>
+void ValueReader::in_blocks(uint64_t first, size_t count, Work work) const {
+    const int8_t* levels = reinterpret_cast<const int8_t*>(values_) + first;
+    for (size_t i = 0; i < count;) {
+        const uint64_t block = (first + i) >> block_log2_;
+        const size_t end = std::min<uint64_t>(first + count, (block + 1) << block_log2_) - first;
+        work(i, end - i, levels + i, load<float>(steps_ + 4 * block));
+        i = end;
+    }
+}
+
+void ValueReader::read(uint64_t first, size_t count, float* out) const {
     const uint8_t* from;
     switch (code_) {
         case kFloat32:
-            from = values_ + 4 * first;
-            for (size_t i = 0; i < count; ++i) out[place(i)] += load<float>(from + 4 * i);
+            std::memcpy(out, values_ + 4 * first, 4 * count);
             break;
         case kFloat16:
             from = values_ + 2 * first;
-            for (size_t i = 0; i < count; ++i) out[place(i)] += from_float16(load<uint16_t>(from + 2 * i));
+            for (size_t i = 0; i < count; ++i) out[i] = from_float16(load<uint16_t>(from + 2 * i));
             break;
         case kBfloat16:
             from = values_ + 2 * first;
             for (size_t i = 0; i < count; ++i) {
                 const uint32_t bits = static_cast<uint32_t>(load<uint16_t>(from + 2 * i)) << 16;
-                out[place(i)] += load<float>(&bits);
+                out[i] = load<float>(&bits);
             }
             break;
         default:
-            for (size_t i = 0; i < count;) {
-                const uint64_t block = (first + i) >> block_log2_;
-                const uint64_t end = std::min<uint64_t>(first + count, (block + 1) << block_log2_) - first;
-                const float step = load<float>(steps_ + 4 * block);
-                const int8_t* levels = reinterpret_cast<const int8_t*>(values_) + first;
-                for (; i < end; ++i) out[place(i)] += static_cast<float>(levels[i]) * step;
-            }
+            in_blocks(first, count, [&](size_t i, size_t length, const int8_t* levels, float step) {
+                loops().dequantize(levels, length, step, out + i);
+            });
     }
 }
 
 void ValueReader::add_run(float* out, uint64_t first, size_t count) const {
-    if (code_ != kLinear8) {
-        add(out, [](size_t i) { return i; }, first, count);
+    if (code_ == kLinear8) {
+        in_blocks(first, count, [&](size_t i, size_t length, const int8_t* levels, float step) {
+            loops().dequantize_add(out + i, levels, length, step);
+        });
         return;
     }
-    const int8_t* levels = reinterpret_cast<const int8_t*>(values_) + first;
-    for (size_t i = 0; i < count;) {
-        const uint64_t block = (first + i) >> block_log2_;
-        const size_t end = std::min<uint64_t>(first + count, (block + 1) << block_log2_) - first;
-        loops().dequantize_add(out + i, levels + i, end - i, load<float>(steps_ + 4 * block));
-        i = end;
+    float values[kSome];
+    for (size_t start = 0; start < count; start += kSome) {
+        const size_t length = std::min(kSome, count - start);
+        read(first + start, length, values);
+        for (size_t i = 0; i < length; ++i) out[start + i] += values[i];
     }
-}
-
-void ValueReader::add_far(float* out, const uint32_t* positions, uint64_t first, size_t count) const {
-    for (size_t start = 0; start < count; start += kNear) {
-        const size_t end = std::min(count, start + kNear);
-        const size_t ahead = std::min(count, end + kNear);
-        for (size_t i = end; i < ahead; ++i) __builtin_prefetch(out + positions[i]);
-        add_at(out, positions + start, first + start, end - start);
-    }
-}
-
-void ValueReader::add_at(float* out, const uint32_t* positions, uint64_t first, size_t count) const {
-    add(out, [positions](size_t i) { return positions[i]; }, first, count);
 }
 
 }  // namespace gradcomp

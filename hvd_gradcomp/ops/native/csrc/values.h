@@ -25,16 +25,14 @@ class ValueReader {
    public:
     // False where the bytes are no value code known here.
     bool open(Reader* from, uint64_t count);
+    // Value number first + i to out[i].
+    void read(uint64_t first, size_t count, float* out) const;
     // out[i] += value number first + i.
     void add_run(float* out, uint64_t first, size_t count) const;
-    // out[positions[i]] += value number first + i; positions are inside `out`.
-    void add_at(float* out, const uint32_t* positions, uint64_t first, size_t count) const;
-    // The same where `out` is expected to lie in memory and not in a cache.
-    void add_far(float* out, const uint32_t* positions, uint64_t first, size_t count) const;
 
    private:
-    template <typename Place>
-    void add(float* out, Place place, uint64_t first, size_t count) const;
+    template <typename Work>
+    void in_blocks(uint64_t first, size_t count, Work work) const;
 
     int code_ = 0;
     int block_log2_ = 0;
