@@ -6,7 +6,6 @@ Tensors are kept by place: Keras may give a variable another path when it loads 
 from __future__ import annotations
 
 import io
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from hvd_gradcomp.engine.meeting import Meetings
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.feedback.residuals import State
 from hvd_gradcomp.tensorflow.keras.replica import values_of
-from hvd_gradcomp.tensorflow.keras.saving import read_asset
+from hvd_gradcomp.tensorflow.keras.saving import is_own, read_asset
 
 _FILE = "hvd_gradcomp_local_sgd.npz"
 _COUNTS = ("steps", "since_meeting", "until_meeting")
@@ -98,14 +97,7 @@ class Saved:
         Raises:
             ConfigurationError: they belong to other parameters.
         """
-        rank, workers = self.values["worker"].tolist()
-        if (rank, workers) != (process_set.rank(), process_set.size()):
-            warnings.warn(
-                f"{self.filepath} holds the residuals of rank {rank} of {workers}; this is rank {process_set.rank()} "
-                f"of {process_set.size()} and starts without what it had not sent yet. Save on every worker, each to a "
-                "file of its own, and load that file again, or use residual_state_dict",
-                stacklevel=2,
-            )
+        if not is_own(self.values["worker"], self.filepath, process_set):
             return None
         sizes = [each.size for each in parameters]
         if self.values["sizes"].tolist() != sizes:

@@ -51,14 +51,7 @@ def read_residuals(filepath: Any, residuals: Residuals, process_set: hvd.Process
     if data is None:
         return
     with np.load(io.BytesIO(data)) as saved:
-        rank, workers = saved["worker"].tolist()
-        if (rank, workers) != (process_set.rank(), process_set.size()):
-            warnings.warn(
-                f"{filepath} holds the residuals of rank {rank} of {workers}; this is rank {process_set.rank()} of "
-                f"{process_set.size()} and starts without what it had not sent yet. Save on every worker, each to a "
-                "file of its own, and load that file again, or use residual_state_dict",
-                stacklevel=3,
-            )
+        if not is_own(saved["worker"], filepath, process_set):
             return
         sizes = [each.residual.shape.num_elements() for each in residuals.by_path.values()]
         if saved["sizes"].tolist() != sizes:
@@ -72,6 +65,20 @@ def read_residuals(filepath: Any, residuals: Residuals, process_set: hvd.Process
             if part:
                 state[list(state)[int(place)]][part] = saved[name]
         residuals.write(state, int(saved["step"]), saved["policy"].tolist() if "policy" in saved else ())
+
+
+def is_own(worker: np.ndarray, filepath: Any, process_set: hvd.ProcessSet) -> bool:
+    """Whether residuals of `worker`, a rank and the number of workers, are this worker's; with a warning if not."""
+    rank, workers = worker.tolist()
+    if (rank, workers) == (process_set.rank(), process_set.size()):
+        return True
+    warnings.warn(
+        f"{filepath} holds the residuals of rank {rank} of {workers}; this is rank {process_set.rank()} of "
+        f"{process_set.size()} and starts without what it had not sent yet. Save on every worker, each to a file of "
+        "its own, and load that file again, or use residual_state_dict",
+        stacklevel=4,
+    )
+    return False
 
 
 def read_asset(filepath: Any, file: str) -> bytes | None:
