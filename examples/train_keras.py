@@ -3,6 +3,7 @@
     horovodrun -np 8 python examples/train_keras.py                  # sends 1 % of the gradient's values, in 8 bits
     horovodrun -np 8 python examples/train_keras.py --compression "topk(ratio=0.001) >> int8"
     horovodrun -np 8 python examples/train_keras.py --compare        # also without compression, side by side
+    horovodrun -np 8 python examples/train_keras.py --local-steps 8  # workers meet every 8 steps only
     python examples/train_keras.py                                   # one worker
 
 The twin of train.py: the same data, network, options and output, with `model.fit` instead of a loop. An ordinary Keras
@@ -65,19 +66,26 @@ def train(compression: Compressor, args: argparse.Namespace) -> Result:
     # A step averages over the batches of all workers, so it may be that many times longer.
     schedule = WarmUpAndDecay(args.lr * hvd.size(), args.epochs * len(batches))
     optimizer = keras.optimizers.SGD(learning_rate=schedule, momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(optimizer, compression=compression)
+    local = None if args.local_steps is None else make_local(compression, args)
+    if local is None:
+        optimizer = hvd.DistributedOptimizer(optimizer, compression=compression)
     # On a GPU Keras would compile the step with XLA, in which no worker can wait for another.
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
 
     progress = Progress(args.epochs, len(batches), label=str(compression), shown=hvd.rank() == 0)
-    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), Steps(progress)]
+    callbacks = [local or hvd.callbacks.BroadcastGlobalVariablesCallback(0), Steps(progress)]
     start = time.perf_counter()
     model.fit(batches, epochs=args.epochs, callbacks=callbacks, verbose=0, shuffle=False)
     seconds = time.perf_counter() - start
 
     require_equal_weights(model)
-    sent = counters(optimizer).total
-    dense_bytes = sum_over_workers(sent.dense_bytes)
+    if local is None:
+        sent = counters(optimizer).total
+        dense_bytes = sum_over_workers(sent.dense_bytes)
+    else:
+        sent = local.counters.total
+        a_step = 4 * model.count_params() if hvd.size() > 1 else 0
+        dense_bytes = sum_over_workers(local.steps * a_step)
     sent_bytes = sum_over_workers(sent.sent_bytes)
     return Result(
         compression=str(compression),
@@ -91,6 +99,14 @@ def train(compression: Compressor, args: argparse.Namespace) -> Result:
         seconds=round(seconds, 2),
         counters=asdict(sent),
     )
+
+
+def make_local(compression: Compressor, args: argparse.Namespace) -> hvd.LocalSGD:
+    """The callback by which workers average their weights every few steps, in place of gradients at every step."""
+    if args.diloco:
+        # The usual 0.9 suits hundreds of meetings of AdamW; here are 70, of steps as long as SGD can make them.
+        return hvd.DiLoCo(args.local_steps, outer_momentum=0.5, compression=compression)
+    return hvd.LocalSGD(args.local_steps, compression=compression)
 
 
 def load_data() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
@@ -237,6 +253,8 @@ def parse_arguments() -> argparse.Namespace:
         metavar="SPEC",
         help="none, fp16, topk-int8 or a spec such as 'topk(ratio=0.001) >> int8' (default: %(default)s)",
     )
+    parser.add_argument("--local-steps", type=positive_integer, metavar="H", help="local SGD: meet every H steps")
+    parser.add_argument("--diloco", action="store_true", help="with --local-steps: Nesterov momentum between meetings")
     parser.add_argument("--epochs", type=positive_integer, default=25, help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=positive_integer, default=16, help="per worker (default: %(default)s)")
     parser.add_argument("--lr", type=positive_number, default=0.02, help="for one worker (default: %(default)s)")
@@ -244,6 +262,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--compare", action="store_true", help="train without compression too, print both")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the result to this file as well")
     args = parser.parse_args()
+    if args.diloco and args.local_steps is None:
+        parser.error("argument --diloco: give the number of steps between two meetings as well, --local-steps H")
     # Only rank 0 writes the file, so only it can tell, and all have to hear of it.
     problem = unwritable(args.json) if args.json and hvd.rank() == 0 else None
     # Named, since Horovod would make the name from the type, which is another one on rank 0.

@@ -31,14 +31,18 @@ class Replica(Protocol):
     """The tensors of one worker, in a framework.
 
     Attributes:
-        parameters: those that are trained, in the same order on all workers; they travel as float32.
-        buffers: the names of what else is averaged.
         anchors: parameter name -> what all workers had in common when they last met; {} before the first step.
     """
 
-    parameters: Sequence[Parameter]
-    buffers: Sequence[str]
     anchors: dict[str, Any]
+
+    @property
+    def parameters(self) -> Sequence[Parameter]:
+        """Those that are trained, in the same order on all workers; they travel as float32."""
+
+    @property
+    def buffers(self) -> Sequence[str]:
+        """The names of what else is averaged."""
 
     @property
     def like(self) -> Array:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvd_gradcomp.collectives import Allreduce
+from hvd_gradcomp.engine import Engine
 from hvd_gradcomp.feedback import mean_residuals, policy_from, residuals_from, whole_parts
-from hvd_gradcomp.ops import backend, ops_for
+from hvd_gradcomp.feedback.residuals import State
+from hvd_gradcomp.ops import Array, backend, ops_for
 from hvd_gradcomp.telemetry import Counters
 from hvd_gradcomp.tensorflow.host import exact_floats
 from hvd_gradcomp.tensorflow.paths import paths_of, tensorflow_variable
@@ -72,27 +74,9 @@ def residual_state_dict(owner: Any) -> dict[str, object]:
         ConfigurationError: see `counters`.
     """
     exchange = find_exchange(owner)
-    transport = exchange.transport
-    totals: dict[str, dict[str, np.ndarray]] = {}
-    shared = {}
     with exact_floats():
         state, step = exchange.residuals.read()
-        for parameter in exchange.engine.parameters:
-            parts = state.get(parameter.name, {})
-            own = (
-                whole_parts(ops_for(next(iter(parts.values()))), parameter.name, parameter.size, parts) if parts else {}
-            )
-            memory = exchange.settings.compressor.of(parameter.name, parameter.shape).memory
-            for part in memory.parts:
-                mine = np.asarray(own.get(part, np.zeros(parameter.size, np.float32)))
-                request = Allreduce(mine, "float32")
-                total = transport.wait(transport.start(request, f"{parameter.name}.{part}"))
-                totals.setdefault(parameter.name, {})[part] = total
-            others = {part: np.asarray(value) for part, value in own.items() if part not in memory.parts}
-            if others:
-                shared[parameter.name] = others
-        policy = exchange.residuals.read_policy()
-        return mean_residuals(backend("numpy"), totals, transport.workers, shared=shared, step=step, policy=policy)
+        return mean_state(exchange.engine, state, step, exchange.residuals.read_policy())
 
 
 def load_residual_state_dict(variables: Sequence[Any], state: Any) -> None:
@@ -116,6 +100,47 @@ def load_residual_state_dict(variables: Sequence[Any], state: Any) -> None:
         target.write({}, 0)
         return
     sizes = {path: each.residual.shape.num_elements() for path, each in target.by_path.items()}
+    found, step, policy = state_from(state, sizes)
+    target.write(found, step, policy)
+
+
+def mean_state(
+    engine: Engine, state: Mapping[str, Mapping[str, Array]], step: int, policy: Sequence[float]
+) -> dict[str, object]:
+    """The mean over the workers of what an engine keeps, in numpy arrays. Collective.
+
+    Args:
+        engine: whose parameters they are.
+        state: what this worker keeps, as `Engine.state`.
+        step: how many exchanges there have been.
+        policy: what a policy remembers.
+    """
+    transport = engine.transport
+    totals: dict[str, dict[str, np.ndarray]] = {}
+    shared = {}
+    for parameter in engine.parameters:
+        parts = state.get(parameter.name, {})
+        own = whole_parts(ops_for(next(iter(parts.values()))), parameter.name, parameter.size, parts) if parts else {}
+        memory = engine.compressor.of(parameter.name, parameter.shape).memory
+        for part in memory.parts:
+            mine = np.asarray(own.get(part, np.zeros(parameter.size, np.float32)))
+            total = transport.wait(transport.start(Allreduce(mine, "float32"), f"{parameter.name}.{part}"))
+            totals.setdefault(parameter.name, {})[part] = total
+        others = {part: np.asarray(value) for part, value in own.items() if part not in memory.parts}
+        if others:
+            shared[parameter.name] = others
+    return mean_residuals(backend("numpy"), totals, transport.workers, shared=shared, step=step, policy=policy)
+
+
+def state_from(state: Any, sizes: Mapping[str, int]) -> tuple[State, int, tuple[float, ...]]:
+    """What `mean_state` gave, as state of an engine, the step it belongs to and what its policy knew.
+
+    Args:
+        sizes: parameter name -> its elements; others are left out, with a warning.
+
+    Raises:
+        ConfigurationError: it is something else, or belongs to another model.
+    """
     found, step = residuals_from(state, sizes)
     unknown = sorted(set(state["mean"]) - set(sizes))
     if unknown:
@@ -124,8 +149,5 @@ def load_residual_state_dict(variables: Sequence[Any], state: Any) -> None:
             "names variables after the models around them, so build the model as it was built when this was saved",
             stacklevel=2,
         )
-    target.write(
-        {path: {part: np.asarray(value) for part, value in parts.items()} for path, parts in found.items()},
-        step,
-        policy_from(state),
-    )
+    copies = {path: {part: np.array(value) for part, value in parts.items()} for path, parts in found.items()}
+    return copies, step, policy_from(state)

@@ -57,6 +57,18 @@ def test_compare_keeps_accuracy_and_sends_two_percent(tmp_path: Path) -> None:
     assert finished.stdout.count("epoch 6/6") == 2, "only rank 0 speaks, once an epoch and training"
 
 
+@pytest.mark.parametrize("options", [(), ("--diloco",)], ids=["local_sgd", "diloco"])
+def test_local_steps(tmp_path: Path, options: tuple[str, ...]) -> None:
+    path = tmp_path / "result.json"
+    command = ("--epochs", "4", "--compression", "none", "--local-steps", "8", *options, "--json", str(path))
+    finished = run(*command, workers=2)
+    assert finished.returncode == 0, finished.stdout
+    written = json.loads(path.read_text())
+    assert written["test_accuracy"] > 0.7
+    # 4 epochs of 43 steps are 21 meetings and one at the end.
+    assert written["sent_ratio"] == 22 / (4 * 43)
+
+
 def test_one_worker_without_horovodrun(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     finished = run("--epochs", "3", "--json", str(path), workers=None)
@@ -68,11 +80,14 @@ def test_one_worker_without_horovodrun(tmp_path: Path) -> None:
     assert (written["dense_bytes"], written["sent_bytes"], written["sent_ratio"]) == (0, 0, None)
 
 
-def test_a_bad_option_is_one_clear_error_and_ends_all() -> None:
-    finished = run("--compression", "zip", workers=2)
+@pytest.mark.parametrize(
+    ("options", "expected"), [(("--compression", "zip"), "'zip'"), (("--diloco",), "--local-steps H")]
+)
+def test_a_bad_option_is_one_clear_error_and_ends_all(options: tuple[str, ...], expected: str) -> None:
+    finished = run(*options, workers=2)
     assert finished.returncode != 0
     errors = [line for line in finished.stdout.splitlines() if "error: argument" in line]
     assert len(errors) == 1, finished.stdout
-    assert "--compression" in errors[0]
-    assert "'zip'" in errors[0]
+    assert options[0] in errors[0]
+    assert expected in errors[0]
     assert "Traceback" not in finished.stdout

@@ -51,7 +51,9 @@ from horovod.tensorflow import (
 
 import hvd_gradcomp.tensorflow  # noqa: F401  (registers the compressors)
 from hvd_gradcomp.errors import ConfigurationError
+from hvd_gradcomp.policy.local_steps import PostLocal
 from hvd_gradcomp.tensorflow.keras import callbacks, elastic
+from hvd_gradcomp.tensorflow.keras.local_sgd import DiLoCo, LocalSGD
 from hvd_gradcomp.tensorflow.keras.optimizer import DistributedOptimizer, find_distributed
 from hvd_gradcomp.tensorflow.keras.saving import read_residuals
 from hvd_gradcomp.tensorflow.paths import tensorflow_variable
@@ -65,7 +67,10 @@ if keras.backend.backend() != "tensorflow":
 __all__ = [
     "Average",
     "Compression",
+    "DiLoCo",
     "DistributedOptimizer",
+    "LocalSGD",
+    "PostLocal",
     "ProcessSet",
     "Sum",
     "add_process_set",

@@ -47,18 +47,11 @@ def read_residuals(filepath: Any, residuals: Residuals, process_set: hvd.Process
     Raises:
         ConfigurationError: they belong to another model.
     """
-    data = _asset(filepath)
+    data = read_asset(filepath, _FILE)
     if data is None:
         return
     with np.load(io.BytesIO(data)) as saved:
-        rank, workers = saved["worker"].tolist()
-        if (rank, workers) != (process_set.rank(), process_set.size()):
-            warnings.warn(
-                f"{filepath} holds the residuals of rank {rank} of {workers}; this is rank {process_set.rank()} of "
-                f"{process_set.size()} and starts without what it had not sent yet. Save on every worker, each to a "
-                "file of its own, and load that file again, or use residual_state_dict",
-                stacklevel=3,
-            )
+        if not is_own(saved["worker"], filepath, process_set):
             return
         sizes = [each.residual.shape.num_elements() for each in residuals.by_path.values()]
         if saved["sizes"].tolist() != sizes:
@@ -74,11 +67,26 @@ def read_residuals(filepath: Any, residuals: Residuals, process_set: hvd.Process
         residuals.write(state, int(saved["step"]), saved["policy"].tolist() if "policy" in saved else ())
 
 
-def _asset(filepath: Any) -> bytes | None:
+def is_own(worker: np.ndarray, filepath: Any, process_set: hvd.ProcessSet) -> bool:
+    """Whether residuals of `worker`, a rank and the number of workers, are this worker's; with a warning if not."""
+    rank, workers = worker.tolist()
+    if (rank, workers) == (process_set.rank(), process_set.size()):
+        return True
+    warnings.warn(
+        f"{filepath} holds the residuals of rank {rank} of {workers}; this is rank {process_set.rank()} of "
+        f"{process_set.size()} and starts without what it had not sent yet. Save on every worker, each to a file of "
+        "its own, and load that file again, or use residual_state_dict",
+        stacklevel=4,
+    )
+    return False
+
+
+def read_asset(filepath: Any, file: str) -> bytes | None:
+    """The bytes of an asset of the optimizer in a `.keras` file; None where there is none."""
     if not isinstance(filepath, (str, os.PathLike)) or not zipfile.is_zipfile(filepath):
         return None
     with zipfile.ZipFile(filepath) as archive:
         for name in archive.namelist():
-            if name.endswith(f"/{_FILE}"):
+            if name.endswith(f"/{file}"):
                 return archive.read(name)
     return None
