@@ -11,7 +11,7 @@ import struct
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvd_gradcomp.compressors import Compressor
@@ -21,6 +21,7 @@ from hvd_gradcomp.engine.units import Unit
 from hvd_gradcomp.errors import PayloadError
 from hvd_gradcomp.ops import Array, Ops, ops_for
 from hvd_gradcomp.policy import Observed, State
+from hvd_gradcomp.telemetry import Counters
 
 # gain, candidate's gain, norm of the gradient, seconds of a step, bytes sent in a step, seconds of its exchange
 _NUMBERS = struct.Struct("<6d")
@@ -144,7 +145,7 @@ class Adaptation:
         seconds = 0.0 if self._since is None else (now - self._since) / steps
         # Counters may have been reset by their user.
         sent = sent_bytes - self._bytes_before if sent_bytes >= self._bytes_before else sent_bytes
-        waited = waited_s - self._waited_before if waited_s >= self._waited_before else waited_s
+        waited = waited_s - self._waited_before
         self._since, self._steps, self._bytes_before, self._waited_before = now, 0, sent_bytes, waited_s
         numbers = (
             _gain(sums.left, sums.whole),
@@ -190,17 +191,17 @@ class Adaptation:
         # What came after the step was measured belongs to none.
         self._since = time.perf_counter()
 
-    def end(self, waited_s: Callable[[], float]) -> None:
+    def end(self, counters: Counters) -> None:
         """Count a step that is over.
 
         Args:
-            waited_s: gives the seconds that this worker spent on exchanges since the start.
+            counters: of the engine.
         """
         self.measuring = False
         self._steps += 1
         if self._since is None and self.compressor.adapts is not None:
             # The first step holds what is done once only; it is not timed.
-            self._since, self._steps, self._waited_before = time.perf_counter(), 1, waited_s()
+            self._since, self._steps, self._waited_before = time.perf_counter(), 1, counters.waited_s
 
     def report(self, step: int) -> dict[str, float]:
         """What the policy would show at step `step`; {} without one."""

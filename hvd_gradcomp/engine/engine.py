@@ -221,7 +221,7 @@ class Engine:
                 self._adapt()
             self._settled_workers = self._agreed_workers
         finally:
-            self.adaptation.end(self._waited_s)
+            self.adaptation.end(self.counters)
             self._gathering.clear()
             self._postponed.clear()
             self._in_flight.clear()
@@ -432,16 +432,10 @@ class Engine:
         """Tell the policy, on all workers alike, what they measured in this step, and what it wants to know besides."""
         ops = ops_for(self.adaptation.like)
         sent_bytes = sum(each.sent_bytes for each in self.counters.buckets.values())
-        request = Allgather(self.adaptation.message(ops, sent_bytes, self._waited_s()))
+        request = Allgather(self.adaptation.message(ops, sent_bytes, self.counters.waited_s))
         gathered = self.transport.wait(self.transport.start(request, f"{self._settings_name}.policy"))
         observed = self.adaptation.observed(ops, gathered, self.transport.ranks)
         ratios = self.adaptation.to_predict()
         if ratios:
             observed = replace(observed, predicted=predicted_waits(self, ratios, observed.seconds - observed.waited_s))
         self.adaptation.conclude(observed)
-
-    def _waited_s(self) -> float:
-        return sum(
-            each.compress_seconds + each.exchange_seconds + each.decompress_seconds
-            for each in self.counters.buckets.values()
-        )

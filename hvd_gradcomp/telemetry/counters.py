@@ -53,6 +53,7 @@ class Counters:
     """The counters of all buckets by name; small tensors, which Horovod fuses itself, are under "dense"."""
 
     buckets: dict[str, BucketCounters] = field(default_factory=dict)
+    _waited_before: float = 0.0
 
     def bucket(self, name: str) -> BucketCounters:
         """The counters of bucket `name`, made on first use."""
@@ -69,8 +70,17 @@ class Counters:
             setattr(sums, item.name, sum(getattr(bucket, item.name) for bucket in self.buckets.values()))
         return sums
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds of compressing, waiting and decoding since the start, over all resets."""
+        phases = (
+            each.compress_seconds + each.exchange_seconds + each.decompress_seconds for each in self.buckets.values()
+        )
+        return self._waited_before + sum(phases)
+
     def reset(self) -> None:
         """Start again from zero."""
+        self._waited_before = self.waited_s
         self.buckets.clear()
 
 

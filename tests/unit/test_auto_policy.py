@@ -17,6 +17,7 @@ from hvd_gradcomp.collectives import Allreduce
 from hvd_gradcomp.compressors import Auto as Compression
 from hvd_gradcomp.compressors import GraVAC, PowerSGD, TopKInt8, compression_from_spec
 from hvd_gradcomp.engine import Engine
+from hvd_gradcomp.engine.adaptation import Adaptation
 from hvd_gradcomp.engine.rehearsal import Rehearsed, rehearse
 from hvd_gradcomp.errors import ConfigurationError
 from hvd_gradcomp.feedback import whole_parts
@@ -220,6 +221,28 @@ def test_on_a_slow_network_all_compress_alike_and_nothing_is_lost(
     assert run.factors[:3] == [1, 1, 1], "the first steps are dense"
     assert run.factors[3] > 1
     assert_nothing_lost(run)
+
+
+def test_counters_that_their_user_resets_change_nothing(
+    numpy_ops: Ops, slow: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(compression_from_spec(SPEC), numpy_ops)
+    waited: list[float] = []
+    conclude = Adaptation.conclude
+
+    def noted(self: Adaptation, observed: Observed) -> None:
+        waited.append(observed.waited_s)
+        conclude(self, observed)
+
+    monkeypatch.setattr(Adaptation, "conclude", noted)
+    for number in range(5):
+        run.go(1, seed=number)
+        before = run.engines[0].counters.waited_s
+        for engine in run.engines:
+            engine.counters.reset()
+        assert run.engines[0].counters.waited_s == before
+    # Dense exchanges of 20 kB sleep for a tenth of a second here, of which a reset must not hide any.
+    assert waited[0] >= 0.1
 
 
 def test_where_compressing_takes_too_long_training_stays_dense(
