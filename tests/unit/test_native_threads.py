@@ -1,4 +1,4 @@
-"""Kernels on several threads give the bytes of one; how many they may use follows the environment; forks survive them."""
+"""Kernels on several threads give the bytes of one; the environment says how many may be used; a fork is no trouble."""
 
 from __future__ import annotations
 
