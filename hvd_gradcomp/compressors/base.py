@@ -186,8 +186,12 @@ class Compressor:
         return self.meets != "dense" and size >= (1 if self.memory.is_momentum else max(self.dense_below, 1))
 
     def without_memory(self) -> Compressor:
-        """The same method for a single exchange, after which nothing comes that could make good for it."""
-        return replace(self, memory=NoMemory())
+        """The same method for a single exchange: nothing comes after it that could make good for it.
+
+        Nor would anything come for which it were worth while to measure which collective is the fastest.
+        """
+        collective = "allgather" if self.collective == "auto" else self.collective
+        return replace(self, memory=NoMemory(), collective=collective)
 
     def with_collective(self, collective: str) -> Compressor:
         """The same method, whose payloads meet in that way."""

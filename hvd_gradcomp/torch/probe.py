@@ -27,8 +27,10 @@ from hvd_gradcomp.policy.planner import Compute, Machines, Method, Sending
 #: Kind of collective -> bytes that a worker hands in, next to nothing and as much as a bucket or a fused gradient.
 SIZES = {"allreduce": (4, 32 << 20), "allgather": (4, 8 << 20), "alltoall": (4, 8 << 20)}
 _REPEATS = 3
-# Seconds after which a collective is not repeated; by how much times differ that have settled; how often at most.
-_LONG = 1.0
+# Seconds after which a call is not repeated any more to see whether its time has settled, and after which not at all;
+# by how much times differ that have settled; how often it is repeated at most.
+_LONG = 3.0
+_TOO_LONG = 15.0
 _SETTLED = 1.1
 _MOST = 10
 # Of a small computation, enough to be timed.
@@ -231,9 +233,10 @@ def _collective(kind: str, size: int, among: hvd.ProcessSet = hvd.global_process
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    """How long a call takes once its time has settled, from a common start; of one that takes long, the first time.
+    """How long a call takes once its time has settled, from a common start.
 
-    Connections and buffers take some hundred megabytes to get up to speed, and a training has thousands of steps.
+    Connections and buffers take some hundred megabytes to get to the speed that they keep, and a training has thousands
+    of steps. Calls that take long are made three times, and no more than once if even that takes a quarter of a minute.
     """
     found: list[float] = []
     while True:
@@ -243,8 +246,9 @@ def _seconds(call: Callable[[], Any]) -> float:
         found.append(_slowest(time.perf_counter() - started))
         last = found[-_REPEATS:]
         settled = len(found) > _REPEATS and max(last) < _SETTLED * min(last)
-        if found[-1] > _LONG or settled or len(found) == _MOST:
-            return found[-1] if found[-1] > _LONG else statistics.median(last)
+        long = sum(found) > _LONG and len(found) >= _REPEATS
+        if long or settled or len(found) == _MOST or sum(found) > _TOO_LONG:
+            return statistics.median(last)
 
 
 def overlap() -> float:

@@ -153,6 +153,11 @@ def test_a_rehearsal_does_what_the_exchange_will_do(way):
     assert sum(size for _, size in found.requests) == pytest.approx(sent, rel=0.02)
 
 
+def test_a_single_exchange_is_not_worth_measuring():
+    assert TopKInt8(collective="auto").without_memory().collective == "allgather"
+    assert TopKInt8(collective="scatter_reduce").without_memory().collective == "scatter_reduce"
+
+
 def test_means_are_geometric():
     found = Cluster(2).run(
         lambda transport: agree(NUMPY, transport, [10.0**transport.rank, 1e9], "agreed", np.zeros(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,19 @@ def test_gravac_decides_in_a_graph_and_outlives_a_restart(tmp_path: Path) -> Non
         again = stepper(fresh, compression)
         again(8)
         assert round(policy_report(list(fresh.values()))["factor"], 3) == 16, way
+
+
+def test_auto_measures_between_two_steps_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it takes depends on how long things take here; that it is the same for all does not."""
+    monkeypatch.setattr("hvd_gradcomp.engine.choosing._BYTES", dict.fromkeys(("allreduce", "allgather", "alltoall"), 1))
+    own = variables()
+    step = stepper(own, compression_from_spec("auto(topk >> int8, window=4, every=4)"))
+    reports = []
+    for number in range(5):
+        assert_same_everywhere(list(step(number).values()))
+        reports.append(policy_report(list(own.values())))
+    assert [math.isnan(each["dense"]) for each in reports] == [True, True, False, False, False]
+    assert len({repr(each) for each in hvd.allgather_object(reports)}) == 1
 
 
 def test_rules_choose_for_each_variable() -> None:
