@@ -86,9 +86,8 @@ def table(curves: list[Curve], measure: str) -> str:
         reached = [s for s, q in zip(curve.seconds, curve.quality, strict=True) if q >= dense.quality[-1]]
         when = f"{reached[0]:.1f} s ({dense.seconds[-1] / reached[0]:.1f}×)" if reached else "not reached"
         final = f"{curve.quality[-1]:.2%}" if curve.training == "digits" else f"{-curve.quality[-1]:.4f} nats"
-        lines.append(
-            f"| {curve.training} | `{curve.method}` | {final} | {curve.seconds[-1]:.1f} | {when} | {curve.sent_bytes:,} |"
-        )
+        cells = [curve.training, f"`{curve.method}`", final, f"{curve.seconds[-1]:.1f}", when, f"{curve.sent_bytes:,}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
