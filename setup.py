@@ -16,6 +16,7 @@ _FLAGS = [
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fvisibility=hidden",
+    "-pthread",
 ]
 
 setup(
@@ -25,6 +26,7 @@ setup(
             sources=sorted(glob(f"{_FOLDER}/*.cpp")),
             depends=sorted(glob(f"{_FOLDER}/*.h") + glob(f"{_FOLDER}/*.inc")),
             extra_compile_args=_FLAGS,
+            extra_link_args=["-pthread"],
             language="c++",
             # Python's stable interface: one build serves every version from 3.10 on.
             py_limited_api=True,

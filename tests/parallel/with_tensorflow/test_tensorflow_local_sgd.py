@@ -101,9 +101,9 @@ def test_bytes_are_divided_by_the_steps_and_by_what_is_saved() -> None:
     size = 4 * sum(each.size for each in weights(model()))
     for steps, compression in ((1, None), (4, None), (4, COMPRESSION)):
         local = hvd.LocalSGD(steps, compression=compression)
-        fit(model(), local, epochs=2)
+        fit(model(), local)
         total = local.counters.total
-        assert total.dense_bytes == size * 2 * BATCHES // steps
+        assert total.dense_bytes == size * BATCHES // steps
         if compression is None:
             assert total.sent_bytes == total.dense_bytes
         else:
@@ -111,7 +111,7 @@ def test_bytes_are_divided_by_the_steps_and_by_what_is_saved() -> None:
             assert total.sent_bytes < 0.45 * total.dense_bytes
 
 
-@pytest.mark.parametrize("compression", [None, COMPRESSION, PowerSGD(rank=2, dense_below=64)], ids=str)
+@pytest.mark.parametrize("compression", [None, PowerSGD(rank=2, dense_below=64)], ids=str)
 def test_diloco_steps_along_the_average_change(compression: Any) -> None:
     trained = model(momentum=0.0)
     start = weights(trained)

@@ -1,12 +1,14 @@
 #include "frame.h"
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <new>
 
 #include "bytes.h"
 #include "loops.h"
 #include "positions.h"
+#include "threads.h"
 #include "values.h"
 
 namespace gradcomp {
@@ -19,6 +21,9 @@ constexpr uint64_t kHeaderBytes = 16;
 constexpr size_t kBlock = size_t{1} << 13;
 // From this size on results are stored past the caches: nobody will find them there when they are next read.
 constexpr size_t kFar = size_t{1} << 16;
+// A thread of its own pays from so many elements of a mean on, or values to add.
+constexpr size_t kPart = size_t{1} << 18;
+constexpr size_t kPartKept = size_t{1} << 14;
 // Positions and values that are read at a time.
 constexpr size_t kSome = 256;
 
@@ -49,12 +54,21 @@ class FrameReader {
         std::unique_ptr<uint32_t[]> positions(new (std::nothrow) uint32_t[kept_]);
         size_t found;
         if (!positions || !positions_.next(positions.get(), kept_, &found)) return false;
-        for (size_t start = 0; start < found; start += kSome) {
-            const size_t end = std::min(found, start + kSome);
-            // `out` is expected to lie in memory: the next elements are fetched while these are worked on.
-            for (size_t i = end; i < std::min(found, end + kSome); ++i) __builtin_prefetch(out + positions[i], 1);
-            reader_.read(start, end - start, values_);
-            for (size_t i = start; i < end; ++i) out[positions[i]] += values_[i - start];
+        // Positions are distinct, so that no two threads add to one element.
+        const size_t parts = parts_of(found, kPartKept);
+        in_parts(parts, [&](size_t part) {
+            add_at(out, positions.get(), part_start(part, parts, found, kSome), part_start(part + 1, parts, found, kSome));
+        });
+        return true;
+    }
+
+    // Reads on until the next value is at or above `start`.
+    bool skip_below(size_t start) {
+        while (!positions_.all()) {
+            if (!refill()) return false;
+            if (!count_) break;
+            while (next_ < count_ && at_[next_] < start) ++next_;
+            if (next_ < count_) break;
         }
         return true;
     }
@@ -69,15 +83,32 @@ class FrameReader {
         for (;;) {
             for (; next_ < count_ && at_[next_] < end; ++next_) sums[at_[next_] - start] += values_[next_];
             if (next_ < count_) return true;
-            done_ += count_;
-            next_ = 0;
-            if (!positions_.next(at_, kSome, &count_)) return false;
+            if (!refill()) return false;
             if (!count_) return true;
-            reader_.read(done_, count_, values_);
         }
     }
 
    private:
+    bool refill() {
+        done_ += count_;
+        next_ = 0;
+        if (!positions_.next(at_, kSome, &count_)) return false;
+        reader_.read(done_, count_, values_);
+        return true;
+    }
+
+    // Adds the values number `start` to `end`. `out` is expected to lie in memory: the next elements are fetched while
+    // some are worked on.
+    void add_at(float* out, const uint32_t* positions, size_t start, size_t end) const {
+        float values[kSome];
+        for (; start < end; start += kSome) {
+            const size_t until = std::min(end, start + kSome);
+            for (size_t i = until; i < std::min(end, until + kSome); ++i) __builtin_prefetch(out + positions[i], 1);
+            reader_.read(start, until - start, values);
+            for (size_t i = start; i < until; ++i) out[positions[i]] += values[i - start];
+        }
+    }
+
     PositionReader positions_;
     ValueReader reader_;
     uint32_t at_[kSome];   // positions that have been read
@@ -114,22 +145,34 @@ bool decode_add(FrameBytes* frame, float* out, size_t size) {
 }
 
 bool decode_mean(FrameBytes* frames, size_t count, float* out, size_t size, float divisor) {
-    std::unique_ptr<FrameReader[]> readers(new (std::nothrow) FrameReader[count]);
+    const size_t parts = parts_of(size, kPart);
+    // Every thread reads the positions for itself, from the first on: they can be found in no other way.
+    std::unique_ptr<FrameReader[]> readers(new (std::nothrow) FrameReader[parts * count]);
     if (!readers) return false;
     for (size_t each = 0; each < count; ++each) {
         if (!readers[each].open(&frames[each], size)) return false;
+        for (size_t part = 1; part < parts; ++part) readers[part * count + each] = readers[each];
     }
-    // Sums are made in a block that stays in the first level of cache, and only results go to memory.
-    alignas(64) float sums[kBlock] = {};
     const auto settle = size >= kFar ? loops().settle_far : loops().settle;
-    for (size_t start = 0; start < size; start += kBlock) {
-        const size_t end = std::min(size, start + kBlock);
-        for (size_t each = 0; each < count; ++each) {
-            if (!readers[each].add_below(sums, start, end)) return false;
+    std::atomic<bool> right{true};
+    in_parts(parts, [&](size_t part) {
+        const size_t end = part_start(part + 1, parts, size, kBlock);
+        size_t start = part_start(part, parts, size, kBlock);
+        FrameReader* from = &readers[part * count];
+        // Sums are made in a block that stays in the first level of cache, and only results go to memory.
+        alignas(64) float sums[kBlock] = {};
+        for (size_t each = 0; start > 0 && each < count; ++each) {
+            if (!from[each].skip_below(start)) right = false;
         }
-        settle(sums, out + start, end - start, divisor);
-    }
-    return true;
+        for (; right && start < end; start += kBlock) {
+            const size_t length = std::min(kBlock, end - start);
+            for (size_t each = 0; each < count; ++each) {
+                if (!from[each].add_below(sums, start, start + length)) right = false;
+            }
+            settle(sums, out + start, length, divisor);
+        }
+    });
+    return right;
 }
 
 }  // namespace gradcomp

@@ -14,6 +14,7 @@
 #include "positions.h"
 #include "rounding.h"
 #include "select.h"
+#include "threads.h"
 #include "values.h"
 
 using namespace gradcomp;
@@ -274,6 +275,19 @@ PyObject* use_instruction_set_(PyObject*, PyObject* arguments) {
     Py_RETURN_NONE;
 }
 
+PyObject* threads_(PyObject*, PyObject*) { return PyLong_FromSize_t(threads()); }
+
+PyObject* use_threads_(PyObject*, PyObject* arguments) {
+    Py_ssize_t count;
+    if (!PyArg_ParseTuple(arguments, "n:use_threads", &count)) return nullptr;
+    if (count < 1) {
+        PyErr_Format(PyExc_ValueError, "%zd threads, expected at least 1", count);
+        return nullptr;
+    }
+    use_threads(static_cast<size_t>(count));
+    Py_RETURN_NONE;
+}
+
 PyMethodDef kMethods[] = {
     {"look", look_, METH_VARARGS, nullptr},
     {"top_positions", top_positions_, METH_VARARGS, nullptr},
@@ -292,6 +306,8 @@ PyMethodDef kMethods[] = {
     {"instruction_sets", instruction_sets_, METH_NOARGS, nullptr},
     {"instruction_set", instruction_set_, METH_NOARGS, nullptr},
     {"use_instruction_set", use_instruction_set_, METH_VARARGS, nullptr},
+    {"threads", threads_, METH_NOARGS, nullptr},
+    {"use_threads", use_threads_, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

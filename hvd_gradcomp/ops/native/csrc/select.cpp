@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <cmath>
 #include <new>
+#include <vector>
 
 #include "bytes.h"
 #include "loops.h"
+#include "threads.h"
 
 namespace gradcomp {
 
@@ -19,6 +21,8 @@ constexpr size_t kChunk = 4096;
 constexpr size_t kSampleFrom = size_t{1} << 15;
 // Up to this size the sum is made first and stays in cache, where a sample of it is cheap.
 constexpr size_t kSumFirst = size_t{1} << 17;
+// A thread of its own pays from so many elements on.
+constexpr size_t kPart = size_t{1} << 18;
 // A sample is to hold this many of the values sought.
 constexpr double kLeastExpected = 16;
 
@@ -102,24 +106,97 @@ struct Sample {
         rank = std::min(count, static_cast<size_t>(expected + 3 * std::sqrt(expected)) + 1);
     }
 
-    size_t expected_candidates(size_t size) const {
+    // How many elements should reach the value of this rank in the sample.
+    size_t expected(size_t rank, size_t size) const {
         return static_cast<size_t>(static_cast<double>(rank) / static_cast<double>(count) * static_cast<double>(size));
     }
 };
 
-// A magnitude that about `sample.rank / sample.count` of the elements reach; 0 when there is no memory to find one.
-uint32_t sampled_bound(const float* x, const float* addend, size_t size, const Sample& sample) {
+// x += addend (unless null), on as many threads as pay; returns the largest magnitude bits.
+uint32_t sum(float* x, const float* addend, size_t size) {
+    const size_t parts = parts_of(size, kPart);
+    std::vector<uint32_t> largest(parts);
+    in_parts(parts, [&](size_t part) {
+        const size_t start = part_start(part, parts, size, kChunk), end = part_start(part + 1, parts, size, kChunk);
+        largest[part] = loops().add(x + start, addend ? addend + start : nullptr, end - start);
+    });
+    return *std::max_element(largest.begin(), largest.end());
+}
+
+// The magnitude bits of a sample; none when there is no memory for them.
+std::unique_ptr<uint32_t[]> sampled(const float* x, const float* addend, size_t size, const Sample& sample) {
     std::unique_ptr<uint32_t[]> keys(new (std::nothrow) uint32_t[sample.count]);
-    if (!keys) return 0;
     const size_t stride = size / sample.count;
     uint64_t random = 0x9e3779b97f4a7c15u;
-    for (size_t i = 0; i < sample.count; ++i) {
+    for (size_t i = 0; keys && i < sample.count; ++i) {
         // Somewhere in its stride: a fixed step could walk along one channel of a convolution.
         random = random * 6364136223846793005u + 1442695040888963407u;
         const size_t offset = static_cast<size_t>((random >> 32) * stride >> 32);
         keys[i] = magnitude_at(x, addend, i * stride + offset);
     }
-    return kth_key([&](size_t i) { return keys[i]; }, sample.count, sample.rank).key;
+    return keys;
+}
+
+// What one thread finds in its part of an array: `capacity` candidates at most.
+struct Part {
+    size_t capacity = 0;
+    uint32_t* positions = nullptr;
+    uint32_t* keys = nullptr;
+    size_t count = 0;
+    uint32_t largest = 0;
+    bool all = true;  // whether there was room for all
+
+    void scan(float* x, const float* addend, size_t start, size_t end, uint32_t bound) {
+        for (; start < end; start += kChunk) {
+            const size_t length = std::min(kChunk, end - start);
+            const float* added = addend ? addend + start : nullptr;
+            all = all && count + kChunk + kScanSlack <= capacity;
+            if (all) {
+                count += loops().scan(x + start, added, length, static_cast<uint32_t>(start), bound, positions + count,
+                                      keys + count, &largest);
+            } else {
+                largest = std::max(largest, loops().add(x + start, added, length));
+            }
+        }
+    }
+};
+
+// One pass: x += addend, and all elements that reach `bound`, of which about `expected` should. Returns the largest
+// magnitude bits; nothing is found where that is not finite or far more elements reach the bound.
+uint32_t scan(float* x, const float* addend, uint32_t bound, size_t expected, Candidates* found) {
+    const size_t size = found->size;
+    const size_t parts = parts_of(size, kPart);
+    // Any part may hold nearly all; memory that is not written to costs nothing.
+    const size_t capacity = std::min(size, 2 * expected + 1024) + kChunk + kScanSlack;
+    found->memory.reset(new (std::nothrow) uint32_t[2 * parts * capacity]);
+    std::vector<Part> done(parts);
+    for (size_t part = 0; found->memory && part < parts; ++part) {
+        done[part].capacity = capacity;
+        done[part].positions = found->memory.get() + part * capacity;
+        done[part].keys = found->memory.get() + (parts + part) * capacity;
+    }
+    in_parts(parts, [&](size_t part) {
+        Part mine = done[part];
+        mine.scan(x, addend, part_start(part, parts, size, kChunk), part_start(part + 1, parts, size, kChunk), bound);
+        done[part] = mine;
+    });
+    uint32_t largest = 0;
+    bool all = true;
+    for (const Part& each : done) {
+        largest = std::max(largest, each.largest);
+        all = all && each.all;
+    }
+    found->bound = bound;
+    found->count = 0;
+    if (!all || largest >= kInfinity) return largest;
+    found->positions = done[0].positions;
+    found->keys = done[0].keys;
+    for (const Part& each : done) {
+        std::memmove(found->positions + found->count, each.positions, each.count * sizeof *each.positions);
+        std::memmove(found->keys + found->count, each.keys, each.count * sizeof *each.keys);
+        found->count += each.count;
+    }
+    return largest;
 }
 
 }  // namespace
@@ -129,42 +206,32 @@ Candidates look(float* x, const float* addend, size_t size, size_t wanted, bool*
     found.size = size;
     const Sample sample(size, wanted);
     uint32_t largest = 0;
-    if (sample.count && addend && size <= kSumFirst) {
-        largest = loops().add(x, addend, size);
+    if (addend && (!sample.count || size <= kSumFirst)) {
+        largest = sum(x, addend, size);
         addend = nullptr;
-    }
-    const uint32_t bound = sample.count ? sampled_bound(x, addend, size, sample) : 0;
-    if (bound == 0 || bound >= kInfinity) {
-        *finite = std::max(largest, loops().add(x, addend, size)) < kInfinity;
-        return found;
-    }
-    const size_t expected = sample.expected_candidates(size);
-    const size_t capacity = std::min(size, 2 * expected + 1024) + kChunk + kScanSlack;
-    found.memory.reset(new (std::nothrow) uint32_t[2 * capacity]);
-    bool room = found.memory != nullptr;
-    if (room) {
-        found.positions = found.memory.get();
-        found.keys = found.positions + capacity;
-    }
-    for (size_t start = 0; start < size; start += kChunk) {
-        const size_t length = std::min(kChunk, size - start);
-        room = room && found.count + kChunk + kScanSlack <= capacity;
-        const float* added = addend ? addend + start : nullptr;
-        if (room) {
-            found.count += loops().scan(x + start, added, length, static_cast<uint32_t>(start), bound,
-                                        found.positions + found.count, found.keys + found.count, &largest);
-        } else {
-            // Far more than the sample told of: these are not all.
-            largest = std::max(largest, loops().add(x + start, added, length));
+        if (!sample.count) {
+            *finite = largest < kInfinity;
+            return found;
         }
     }
-    *finite = largest < kInfinity;
-    if (!room || !*finite) {
-        found.count = 0;
-    } else {
-        found.wanted = wanted;
-        found.bound = bound;
+    std::unique_ptr<uint32_t[]> keys;
+    if (sample.count) keys = sampled(x, addend, size, sample);
+    // Should the sample have misled, a second one of its values, further down, leaves the candidates needed.
+    for (size_t rank = sample.rank; keys && rank <= sample.count; rank *= 4) {
+        const uint32_t bound = kth_key([&](size_t i) { return keys[i]; }, sample.count, rank).key;
+        if (bound == 0 || bound >= kInfinity) break;
+        const size_t expected = sample.expected(rank, size);
+        largest = std::max(largest, scan(x, addend, bound, expected, &found));
+        addend = nullptr;
+        const bool too_few = found.positions && found.count < wanted;
+        *finite = largest < kInfinity;
+        if (!too_few || !*finite) {
+            found.wanted = found.count < wanted ? 0 : wanted;
+            return found;
+        }
+        found.positions = nullptr;
     }
+    *finite = std::max(largest, sum(x, addend, size)) < kInfinity;
     return found;
 }
 

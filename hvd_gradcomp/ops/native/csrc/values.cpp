@@ -1,8 +1,10 @@
 #include "values.h"
 
 #include <algorithm>
+#include <atomic>
 
 #include "loops.h"
+#include "threads.h"
 
 namespace gradcomp {
 
@@ -18,6 +20,10 @@ constexpr float kLargest = 3.4028e38f;
 constexpr float kSmallest = 0x1p-100f;
 // Values that are read at a time.
 constexpr size_t kSome = 256;
+// Threads take turns of this many values; one more pays from so many values, scattered or all, for each.
+constexpr size_t kTurn = size_t{1} << 12;
+constexpr size_t kPartKept = size_t{1} << 14;
+constexpr size_t kPart = size_t{1} << 18;
 // Gathered values wait in a buffer of this many.
 constexpr size_t kBuffer = 1024;
 
@@ -81,29 +87,48 @@ void write_linear8(const float* values, size_t count, int block_log2, float* dec
     }
 }
 
-void write_linear8_residual(float* x, const int64_t* positions, size_t count, int block_log2,
-                            PositionWriter* position_writer, Writer* to) {
-    const Linear8Room room(to, count, block_log2);
-    const size_t block = size_t{1} << block_log2;
-    float buffer[kBuffer];
-    for (size_t start = 0; start < count; start += block) {
-        const size_t end = start + std::min(block, count - start);
-        if (!positions) {
-            const float step = step_of(loops().add(x + start, nullptr, end - start));
-            store(room.steps + 4 * (start >> block_log2), step);
-            loops().quantize_residual(x + start, end - start, step, room.levels + start);
-            continue;
+namespace {
+
+// What quantizing some blocks needs: of all values of x, or of those at `positions`.
+struct Residual {
+    float* x;
+    const int64_t* positions;
+    size_t count;
+    int block_log2;
+    Linear8Room room;
+
+    size_t block() const { return size_t{1} << block_log2; }
+
+    // The blocks of values `start` to `end`; `fetched(from, length)` is called while values wait to come from memory.
+    template <typename Fetched>
+    void quantize(size_t start, size_t end, const Fetched& fetched) const {
+        for (; start < end; start += block()) {
+            const size_t block_end = std::min(end, start + block());
+            if (positions) {
+                quantize_at(start, block_end, end, fetched);
+            } else {
+                const float step = step_of(loops().add(x + start, nullptr, block_end - start));
+                store(room.steps + 4 * (start >> block_log2), step);
+                loops().quantize_residual(x + start, block_end - start, step, room.levels + start);
+            }
         }
+    }
+
+   private:
+    // One block, while values up to `last` are fetched.
+    template <typename Fetched>
+    void quantize_at(size_t start, size_t end, size_t last, const Fetched& fetched) const {
+        float buffer[kBuffer];
         const auto gather = [&](size_t from, size_t length) {
             for (size_t i = 0; i < length; ++i) buffer[i] = x[positions[from + i]];
         };
         uint32_t largest = 0;
         for (size_t from = start; from < end; from += kBuffer) {
             const size_t length = std::min(kBuffer, end - from);
-            for (size_t i = from + length; i < std::min(count, from + 2 * length); ++i) {
-                __builtin_prefetch(x + positions[i]);
+            for (size_t i = from + length; i < std::min(last, from + 2 * length); ++i) {
+                __builtin_prefetch(x + positions[i], 1);
             }
-            position_writer->put(positions + from, length);
+            fetched(from, length);
             gather(from, length);
             largest = std::max(largest, loops().add(buffer, nullptr, length));
         }
@@ -116,6 +141,27 @@ void write_linear8_residual(float* x, const int64_t* positions, size_t count, in
             for (size_t i = 0; i < length; ++i) x[positions[from + i]] = buffer[i];
         }
     }
+};
+
+}  // namespace
+
+void write_linear8_residual(float* x, const int64_t* positions, size_t count, int block_log2,
+                            PositionWriter* position_writer, Writer* to) {
+    const Residual residual{x, positions, count, block_log2, Linear8Room(to, count, block_log2)};
+    const size_t turn = std::max(residual.block(), kTurn);
+    const size_t parts = std::min(parts_of(count, positions ? kPartKept : kPart), (count + turn - 1) / turn);
+    if (parts <= 1) {
+        residual.quantize(0, count, [&](size_t from, size_t length) { position_writer->put(positions + from, length); });
+        return;
+    }
+    // Positions are one stream of bits, which the first thread writes while the others begin with the values.
+    std::atomic<size_t> next{0};
+    in_parts(parts, [&](size_t part) {
+        if (part == 0 && positions) position_writer->put(positions, count);
+        for (size_t start; (start = next.fetch_add(turn)) < count;) {
+            residual.quantize(start, std::min(count, start + turn), [](size_t, size_t) {});
+        }
+    });
 }
 
 bool ValueReader::open(Reader* from, uint64_t count) {
