@@ -81,8 +81,10 @@ class FrameReader {
             return true;
         }
         for (;;) {
-            for (; next_ < count_ && at_[next_] < end; ++next_) sums[at_[next_] - start] += values_[next_];
-            if (next_ < count_) return true;
+            size_t next = next_;
+            for (; next < count_ && at_[next] < end; ++next) sums[at_[next] - start] += values_[next];
+            next_ = next;
+            if (next < count_) return true;
             if (!refill()) return false;
             if (!count_) return true;
         }

@@ -16,6 +16,7 @@ namespace baseline {
 #define TARGET
 #include "loops_plain.inc"
 #include "loops_unfold.inc"
+#include "loops_unfold_scalar.inc"
 #include "loops_rice.inc"
 
 // Groups of 16 in which nothing reaches the bound, nearly all when few values are kept, cost no branch an element.
@@ -25,7 +26,8 @@ static size_t scan(float* x, const float* addend, size_t n, uint32_t first, uint
     size_t found = 0;
     for (size_t start = 0; start < n; start += kGroup) {
         const size_t length = n - start < kGroup ? n - start : kGroup;
-        const uint32_t top = add(x + start, addend ? addend + start : nullptr, length);
+        const float* added = addend ? addend + start : nullptr;
+        const uint32_t top = length == kGroup ? add_some(x + start, added, kGroup) : add(x + start, added, length);
         *largest = top > *largest ? top : *largest;
         if (top < bound) continue;
         for (size_t i = start; i < start + length; ++i) {
@@ -61,6 +63,7 @@ namespace avx2 {
 #define TARGET __attribute__((target("avx2,bmi,bmi2,popcnt")))
 #include "loops_plain.inc"
 #include "loops_unfold.inc"
+#include "loops_unfold_scalar.inc"
 #include "loops_rice.inc"
 
 TARGET static inline uint64_t reach(float* x, const float* addend, uint32_t bound, __m256i* top) {
@@ -115,8 +118,59 @@ TARGET static size_t scan(float* x, const float* addend, size_t n, uint32_t firs
 
 namespace avx512 {
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,bmi,bmi2,popcnt")))
+#define OWN_KEEP
 #include "loops_plain.inc"
+#undef OWN_KEEP
 #include "loops_unfold.inc"
+
+// As `unfold`, for masks of many bits; needs room for 16 more than it counts.
+TARGET static inline size_t unfold_dense(uint64_t mask, uint32_t first, uint32_t* positions, size_t found) {
+    __m512i each = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(first)),
+                                    _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+    for (int lane = 0; lane < 64; lane += 16) {
+        const __mmask16 set = static_cast<__mmask16>(mask >> lane);
+        // Not stored by the compressing instruction itself, which is slow on some processors.
+        _mm512_storeu_si512(positions + found, _mm512_maskz_compress_epi32(set, each));
+        found += static_cast<size_t>(__builtin_popcount(set));
+        each = _mm512_add_epi32(each, _mm512_set1_epi32(16));
+    }
+    return found;
+}
+
+// Positions from `ends`, eight at a time while their low bits fill whole bytes of one word; returns how many.
+TARGET static inline size_t place_eights(const RiceBits& bits, size_t count, const uint32_t* ends, uint64_t* sum,
+                                         uint32_t* out) {
+    if (bits.width > 8 || bits.read % 8) return 0;
+    const int width = bits.width;
+    // Every instruction with a mask, although all lanes count: GCC 12 warns of the others.
+    const __mmask8 all = 0xff;
+    const __m512i zero = _mm512_setzero_si512(), number = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m512i shifts = _mm512_setr_epi64(0, width, 2 * width, 3 * width, 4 * width, 5 * width, 6 * width, 7 * width);
+    const __m512i mask = _mm512_set1_epi64((int64_t{1} << width) - 1);
+    __m512i index = _mm512_add_epi64(number, _mm512_set1_epi64(static_cast<int64_t>(bits.read)));
+    __m512i total = _mm512_set1_epi64(static_cast<int64_t>(*sum));
+    const uint8_t* low = bits.low + bits.read / 8 * static_cast<uint64_t>(width);
+    size_t i = 0;
+    for (; i + 8 <= count && bits.low_end - low >= 8; i += 8, low += width) {
+        const __m512i eight = _mm512_set1_epi64(load<int64_t>(low));
+        __m512i sums = _mm512_and_si512(_mm512_maskz_srlv_epi64(all, eight, shifts), mask);
+        sums = _mm512_add_epi64(sums, _mm512_maskz_alignr_epi64(all, sums, zero, 7));
+        sums = _mm512_add_epi64(sums, _mm512_maskz_alignr_epi64(all, sums, zero, 6));
+        sums = _mm512_add_epi64(sums, _mm512_maskz_alignr_epi64(all, sums, zero, 4));
+        sums = _mm512_add_epi64(sums, total);
+        total = _mm512_maskz_permutexvar_epi64(all, _mm512_set1_epi64(7), sums);
+        const __m512i end = _mm512_maskz_cvtepu32_epi64(all, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(ends + i)));
+        const __m512i quotients = _mm512_maskz_sll_epi64(all, _mm512_sub_epi64(end, index), _mm_cvtsi32_si128(width));
+        const __m512i positions = _mm512_add_epi64(_mm512_add_epi64(quotients, sums), index);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm512_maskz_cvtepi64_epi32(all, positions));
+        index = _mm512_add_epi64(index, _mm512_set1_epi64(8));
+    }
+    alignas(64) uint64_t totals[8];
+    _mm512_store_si512(totals, total);
+    *sum = totals[0];
+    return i;
+}
+
 #include "loops_rice.inc"
 
 TARGET static inline uint64_t reach(float* x, const float* addend, uint32_t bound, __m512i* top) {
@@ -154,6 +208,22 @@ TARGET static size_t scan(float* x, const float* addend, size_t n, uint32_t firs
                                   largest);
 }
 
+TARGET static size_t keep(const uint32_t* positions, const uint32_t* keys, size_t n, uint32_t bound, int64_t* out,
+                          size_t room) {
+    const __m256i limit = _mm256_set1_epi32(static_cast<int>(bound));
+    size_t kept = 0, i = 0;
+    // Whole vectors are stored, so there has to be room for one.
+    for (; i + 8 <= n && kept + 8 <= room; i += 8) {
+        const __m256i key = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys + i));
+        const __m256i each = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(positions + i));
+        const __mmask8 set = _mm256_cmpge_epu32_mask(key, limit);
+        const __m256i some = _mm256_maskz_compress_epi32(set, each);
+        _mm512_storeu_si512(out + kept, _mm512_maskz_cvtepu32_epi64(0xff, some));
+        kept += static_cast<size_t>(__builtin_popcount(set));
+    }
+    return kept + baseline::keep(positions + i, keys + i, n - i, bound, out + kept, room - kept);
+}
+
 #define VECTOR __m512
 #define LOAD _mm512_loadu_ps
 #define STORE _mm512_storeu_ps
@@ -171,7 +241,7 @@ TARGET static size_t scan(float* x, const float* addend, size_t n, uint32_t firs
 
 #define LOOPS(set, name)                                                                                           \
     {                                                                                                              \
-        name, set::scan, set::add, set::quantize, set::quantize_residual, set::dequantize,          \
+        name, set::scan, set::keep, set::add, set::quantize, set::quantize_residual, set::dequantize,          \
             set::dequantize_add, set::settle, set::settle_far, set::rice,     \
             set::count_bits, set::checksum                                                                                          \
     }

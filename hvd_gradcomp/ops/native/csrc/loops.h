@@ -37,6 +37,8 @@ struct Loops {
     // largest magnitude bits seen. Returns how many were found.
     size_t (*scan)(float* x, const float* addend, size_t n, uint32_t first, uint32_t bound, uint32_t* positions,
                    uint32_t* keys, uint32_t* largest);
+    // The positions whose keys are >= bound, in their order, into `out`, `room` at most; returns how many.
+    size_t (*keep)(const uint32_t* positions, const uint32_t* keys, size_t n, uint32_t bound, int64_t* out, size_t room);
     // x += addend (unless null); returns the largest magnitude bits.
     uint32_t (*add)(float* x, const float* addend, size_t n);
     // levels = round(values / step), halves to even, limited to +-127; decoded = levels * step. All 0 for step 0.

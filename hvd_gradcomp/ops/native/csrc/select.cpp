@@ -244,14 +244,13 @@ struct Sieve {
     int64_t* out;
     size_t count = 0;
 
-    // Nearly all candidates pass, in no order that a processor could foresee: so most of this is without branches.
     void offer(const uint32_t* positions, const uint32_t* keys, size_t candidates) {
-        for (size_t i = 0; i < candidates && count < k; ++i) {
-            const bool tie = keys[i] == threshold.key;
-            out[count] = positions[i];
-            count += (keys[i] > threshold.key) | (tie & (threshold.ties > 0));
-            threshold.ties -= tie & (threshold.ties > 0);
-        }
+        // Up to the last tie that passes, ties do; behind it they do not.
+        size_t until = 0;
+        for (; threshold.ties && until < candidates; ++until) threshold.ties -= keys[until] == threshold.key;
+        count += loops().keep(positions, keys, until, threshold.key, out + count, k - count);
+        count += loops().keep(positions + until, keys + until, candidates - until, threshold.key + 1, out + count,
+                              k - count);
     }
 };
 
