@@ -296,11 +296,17 @@ def decode_sparse(ops: Ops, frames: Reader, out: Array, code: ValueCode | None) 
         if end is not None:
             frames.position = end
             return out
-    body, count = read_frame(frames, SPARSE_FRAME, len(out))
-    positions = decode_positions(body, len(out), count)
+    positions, values = read_sparse(frames, len(out), code)
+    return ops.accumulate(out, values) if positions is None else ops.put_add(out, positions, values)
+
+
+def read_sparse(frames: Reader, size: int, code: ValueCode | None) -> tuple[Array | None, Array]:
+    """The positions (int64; None where it holds all `size` elements) and values (float32) of the next frame."""
+    body, count = read_frame(frames, SPARSE_FRAME, size)
+    positions = decode_positions(body, size, count)
     values = code.decode_values(body, count) if code else decode_values(body, count)
     body.end()
-    return ops.accumulate(out, values) if positions is None else ops.put_add(out, positions, values)
+    return positions, values
 
 
 def mean_sparse(ops: Ops, frames: Sequence[Reader], out: Array, divisor: int, code: ValueCode | None) -> Array | None:

@@ -18,19 +18,20 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hvd_gradcomp.collectives import Allgather, Alltoall, Exchange
 from hvd_gradcomp.compressors import Compressor, Context, Linear, TopK
 from hvd_gradcomp.compressors.base import Sent
-from hvd_gradcomp.compressors.chain import Sparsifier, ValueCode, encode_sparse, encode_values_at, parts_of
+from hvd_gradcomp.compressors.chain import Sparsifier, ValueCode, encode_sparse, encode_values_at, parts_of, read_sparse
 from hvd_gradcomp.engine.segments import Segment, segments_of
 from hvd_gradcomp.engine.units import Unit
 from hvd_gradcomp.errors import GradcompError, PayloadError
 from hvd_gradcomp.feedback import NoMemory
-from hvd_gradcomp.feedback.shares import join_shares, own_parts, share_of, shared_part, start_of
+from hvd_gradcomp.feedback.shares import join_shares, own_parts, share_of, share_size, shared_part, start_of
 from hvd_gradcomp.ops import Array
 from hvd_gradcomp.wire.frame import frame_kept
 from hvd_gradcomp.wire.payload import Received, split_payloads, write_payload, write_refusal
@@ -266,16 +267,12 @@ class Scatter:
         ops = self.ops
         totals: dict[str, Array] = {}
         for segment in segments:
-            shares: dict[str, list[Array]] = {each.name: [] for each in segment.parameters}
-            for owner, each in enumerate(received):
-                out = ops.zeros(segment.size(owner, self.workers), "float32", like)
-                if len(out):
-                    out = self._decode_add(_WHOLE if segment.method.votes else segment.method, each, out)
-                for name, piece in segment.split(out, owner, self.workers).items():
-                    shares[name].append(piece)
-            whole = {
-                each.name: join_shares(ops, each.name, shares[each.name], each.size) for each in segment.parameters
-            }
+            parts = None if segment.method.votes else parts_of(segment.method)
+            whole = (
+                self._joined(segment, received, like)
+                if parts is None
+                else self._collected(segment, received, like, parts[1])
+            )
             for unit in segment.units:
                 totals[unit.name] = unit.join(ops, whole)
         for each in received:
@@ -283,12 +280,58 @@ class Scatter:
                 raise PayloadError(f"rank {each.rank} sent {each.frames.left} bytes more than its frames need")
         return totals
 
+    def _joined(self, segment: Segment, received: Sequence[Received], like: Array) -> dict[str, Array]:
+        """The sums of each parameter, of owners' shares that say something of every element."""
+        ops = self.ops
+        shares: dict[str, list[Array]] = {each.name: [] for each in segment.parameters}
+        for owner, each in enumerate(received):
+            out = ops.zeros(segment.size(owner, self.workers), "float32", like)
+            if len(out):
+                out = self._decode_add(_WHOLE if segment.method.votes else segment.method, each, out)
+            for name, piece in segment.split(out, owner, self.workers).items():
+                shares[name].append(piece)
+        return {each.name: join_shares(ops, each.name, shares[each.name], each.size) for each in segment.parameters}
+
+    def _collected(
+        self, segment: Segment, received: Sequence[Received], like: Array, code: ValueCode | None
+    ) -> dict[str, Array]:
+        """The same where they say something of few elements: nothing is made of the rest, which is nearly all."""
+        ops, workers = self.ops, self.workers
+        whole = {each.name: ops.zeros(each.size, "float32", like) for each in segment.parameters}
+        for owner, each in enumerate(received):
+            size = segment.size(owner, workers)
+            if not size:
+                continue
+            with _naming(each.rank):
+                positions, values = read_sparse(each.frames, size, code)
+            if positions is None:
+                positions = ops.arange(size, values)
+            start = 0
+            for parameter in segment.parameters:
+                first, end = start_of(parameter.name, owner, workers), start
+                end += share_size(parameter.name, parameter.size, owner, workers)
+                inside, its = positions, values
+                if len(segment.parameters) > 1:
+                    chosen = ops.nonzero((positions >= start) & (positions < end))
+                    inside, its = ops.take(positions, chosen), ops.take(values, chosen)
+                places = (inside - start) * workers + first
+                whole[parameter.name] = ops.put_add(whole[parameter.name], places, its)
+                start = end
+        return whole
+
     def _decode_add(self, method: Compressor, received: Received, out: Array) -> Array:
-        try:
+        with _naming(received.rank):
             return method.decode_add(self.ops, received.frames, out)
-        except GradcompError as error:
-            raise type(error)(f"rank {received.rank} sent a frame that cannot be decoded: {error}") from None
 
     def _context(self, segment: Segment, owner: int) -> Context:
         # Owners' shares lie in one tensor: without the owner's number all would draw alike.
         return Context(self.transport.rank, self.workers, f"{segment.name}#{owner}", self.passage.step)
+
+
+@contextmanager
+def _naming(rank: int) -> Iterator[None]:
+    """Say in an error that comes of a frame whose it was."""
+    try:
+        yield
+    except GradcompError as error:
+        raise type(error)(f"rank {rank} sent a frame that cannot be decoded: {error}") from None
