@@ -125,7 +125,8 @@ bool PositionReader::open(Reader* from, uint64_t size, uint64_t count) {
             return count == size;
         case kRice: {
             rice_.width = header[1];
-            if (rice_.width > 31) return false;
+            // The reference refuses more low bits than a writer would consider.
+            if (rice_.width > 31 || count << rice_.width > uint64_t{2} * size) return false;
             const uint64_t low_bytes = octets(static_cast<uint64_t>(rice_.width) * count);
             const uint64_t unary_bytes = load<uint32_t>(header + 4);
             rice_.low = from->bytes(low_bytes);
