@@ -119,13 +119,16 @@ def write_table(found: dict[str, dict[str, float]]) -> None:
     ]
     for comparison in COMPARISONS:
         rows = {
-            spec: [each for key, each in found.items() if key.startswith(f"{comparison.name}|{spec}|")]
+            spec: {key: each for key, each in found.items() if key.startswith(f"{comparison.name}|{spec}|")}
             for spec in comparison.specs
         }
-        for spec, results in rows.items():
-            if not results or not rows["none"]:
+        for spec, of_seeds in rows.items():
+            results = list(of_seeds.values())
+            # The same seeds without compression.
+            without = [found.get(key.replace(f"|{spec}|", "|none|")) for key in of_seeds]
+            if not results or None in without:
                 continue
-            dense, mean = (statistics.mean(each["quality"] for each in rows[which]) for which in ("none", spec))
+            dense, mean = (statistics.mean(each["quality"] for each in which) for which in (without, results))
             # Perplexities are above 1, accuracies below.
             worst = (max if dense > 1 else min)(each["quality"] for each in results)
             factors = ", ".join(f"{each['factor']:.0f}" for each in results) if "(topk >>" in spec else ""
