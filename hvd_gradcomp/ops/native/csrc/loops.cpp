@@ -26,8 +26,7 @@ static size_t scan(float* x, const float* addend, size_t n, uint32_t first, uint
     size_t found = 0;
     for (size_t start = 0; start < n; start += kGroup) {
         const size_t length = n - start < kGroup ? n - start : kGroup;
-        const float* added = addend ? addend + start : nullptr;
-        const uint32_t top = length == kGroup ? add_some(x + start, added, kGroup) : add(x + start, added, length);
+        const uint32_t top = add(x + start, addend ? addend + start : nullptr, length);
         *largest = top > *largest ? top : *largest;
         if (top < bound) continue;
         for (size_t i = start; i < start + length; ++i) {
