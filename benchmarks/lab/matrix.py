@@ -93,6 +93,7 @@ def plot(cells: list[dict], folder: Path) -> None:
         return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullFormatter
 
     for fixed, varied, label in (("hosts", "rate", "link, Mbit/s"), ("rate", "hosts", "hosts")):
         for chosen in sorted({cell[fixed] for cell in cells}, key=str):
@@ -106,6 +107,7 @@ def plot(cells: list[dict], folder: Path) -> None:
                 axes.plot(x, y, marker="o", label=method)
             axes.set(xscale="log", yscale="log", xlabel=label, ylabel="seconds an exchange", title=f"{fixed} {chosen}")
             axes.set_xticks([number(cell[varied]) for cell in picked], [str(cell[varied]) for cell in picked])
+            axes.xaxis.set_minor_formatter(NullFormatter())
             axes.grid(alpha=0.3, which="both")
             axes.legend()
             figure.tight_layout()
