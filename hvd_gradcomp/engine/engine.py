@@ -102,8 +102,6 @@ class Engine:
         self._resumed = 0
         self._gathering: dict[int, dict[str, Array | None]] = {}
         self._in_flight: list[_InFlight] = []
-        # Indices of the buckets in flight or postponed.
-        self._begun: set[int] = set()
         # Grouping does not change it: workers whose buckets differ must meet there to find that out.
         own_name = f"{min((parameter.name for parameter in self.parameters), default='')}.settings"
         self._settings_name = f"{scope}{settings_name or own_name}"
@@ -174,7 +172,8 @@ class Engine:
         if bucket is None:
             raise ConfigurationError(f"no parameter is called {name!r}")
         gathering = self._gathering.setdefault(bucket.index, {})
-        if name in gathering or bucket.index in self._begun:
+        begun = any(flight.bucket is bucket for flight in self._in_flight)
+        if name in gathering or begun or any(each is bucket for each, _ in self._postponed):
             raise ConfigurationError(f"the gradient of {name!r} was handed in twice in one step")
         gathering[name] = gradient
         if len(gathering) == len(bucket.parameters):
@@ -225,7 +224,6 @@ class Engine:
             self._gathering.clear()
             self._postponed.clear()
             self._in_flight.clear()
-            self._begun.clear()
         return results
 
     def abandon(self) -> None:
@@ -234,7 +232,6 @@ class Engine:
         self._postponed.clear()
         flights = self._in_flight.copy()
         self._in_flight.clear()
-        self._begun.clear()
         for flight in flights:
             self.transport.wait(flight.handle)
 
@@ -260,7 +257,6 @@ class Engine:
         present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
         if not present:
             return
-        self._begun.add(bucket.index)
         self.begin_agreement(next(iter(present.values())))
         if self._agreement is not None and self._asks_nodes:
             # Who shares a node is asked among workers that agree that it matters.

@@ -58,7 +58,7 @@ class Scatter:
         self.passage = passage
         self.ops = passage.ops
         self.transport = passage.engine.transport
-        self.workers = self.transport.workers
+        self.rank, self.workers = passage.rank, passage.workers
         self.owned: dict[str, dict[str, Array]] = {}
 
     def exchange(self, units: Sequence[Unit]) -> Exchange[Callable[[], dict[str, Array]] | None]:
@@ -80,7 +80,7 @@ class Scatter:
         counters.scattered += 1
         counters.sent_bytes += len(request.payload)
         arrived = yield request
-        counters.received_bytes += len(arrived) - len(payloads[self.transport.rank])
+        counters.received_bytes += len(arrived) - len(payloads[self.rank])
         with counters.timed("compress"):
             answer = self._answer(segments, arrived, fingerprint, like)
         counters.sent_bytes += len(answer)
@@ -200,7 +200,7 @@ class Scatter:
             frames = []
             finite = True
             for segment in segments:
-                if segment.size(self.transport.rank, self.workers):
+                if segment.size(self.rank, self.workers):
                     total = self._added(segment, received, like)
                     finite = finite and ops.all_finite(total)
                     if finite:
@@ -214,7 +214,7 @@ class Scatter:
 
     def _added(self, segment: Segment, received: Sequence[Received], like: Array) -> Array:
         """The sum of what all workers sent of this worker's share, in rank order, and what is still owed of it."""
-        ops, rank = self.ops, self.transport.rank
+        ops, rank = self.ops, self.rank
         total = ops.zeros(segment.size(rank, self.workers), "float32", like)
         for each in received:
             total = self._decode_add(segment.method, each, total)
@@ -235,11 +235,11 @@ class Scatter:
         return memory.correct(ops, total, {"residual": joined}, self.workers)[0]
 
     def _shares(self, segment: Segment, vector: Array) -> list[Array]:
-        return list(segment.split(vector, self.transport.rank, self.workers).values())
+        return list(segment.split(vector, self.rank, self.workers).values())
 
     def _encode_owned(self, segment: Segment, total: Array) -> Array:
         """The frame of the sums; what it does not say is kept."""
-        ops, rank, method = self.ops, self.transport.rank, segment.method
+        ops, rank, method = self.ops, self.rank, segment.method
         parts = parts_of(method)
         context = self._context(segment, rank)
         # Draws of its own, but positions that all workers draw alike are the same.
@@ -325,7 +325,7 @@ class Scatter:
 
     def _context(self, segment: Segment, owner: int) -> Context:
         # Owners' shares lie in one tensor: without the owner's number all would draw alike.
-        return Context(self.transport.rank, self.workers, f"{segment.name}#{owner}", self.passage.step)
+        return Context(self.rank, self.workers, f"{segment.name}#{owner}", self.passage.step)
 
 
 @contextmanager
