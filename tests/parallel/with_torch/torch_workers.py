@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import horovod.torch as hvd
+import numpy as np
 import torch
-from known_gradients import backward, gradients
+from known_gradients import all_gradients, backward, gradients
+
+from hvd_gradcomp.torch.optimizer import exchange_of
 
 
 def optimizer_for(params: Mapping[str, torch.nn.Parameter], compression: Any, **options: Any) -> Any:
@@ -36,3 +39,25 @@ def train(params: Mapping[str, torch.nn.Parameter], optimizer: Any, steps: Seque
         optimizer.zero_grad()
         backward(params, gradients(step, hvd.rank(), **options))
         optimizer.step()
+
+
+class Ledger:
+    """What all workers' gradients came to, and what has arrived of them, for the parameters in `names`."""
+
+    def __init__(self, params: Mapping[str, torch.nn.Parameter], names: Sequence[str]) -> None:
+        self.given = {name: np.zeros(params[name].shape) for name in names}
+        self.got = {name: np.zeros(params[name].shape) for name in names}
+
+    def note(self, params: Mapping[str, torch.nn.Parameter], step: int) -> None:
+        """Add step number `step`, which has just been taken by `train`."""
+        for name in self.given:
+            self.given[name] += sum(g[name].astype(np.float64) for g in all_gradients(step).values())
+            self.got[name] += params[name].grad.double().numpy() * hvd.size()  # type: ignore[union-attr]
+
+    def assert_nothing_lost(self, optimizer: Any) -> None:
+        """What has not arrived is in the workers' residuals; where there is none, everything has."""
+        residuals = exchange_of(optimizer).engine.residuals
+        for name, given in self.given.items():
+            mine = residuals[name] if name in residuals else torch.zeros(given.size)
+            left = hvd.allreduce(mine.double(), name=f"owed.{name}", op=hvd.Sum).numpy()
+            np.testing.assert_allclose(self.got[name].reshape(-1) + left, given.reshape(-1), atol=1e-3)
