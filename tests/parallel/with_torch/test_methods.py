@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from known_gradients import SHAPES, backward, gradients, parameters
-from torch_workers import assert_same_everywhere, optimizer_for
+from torch_workers import assert_same_everywhere, assert_same_parts, kept, optimizer_for
 
 from hvd_gradcomp.collectives import Allreduce
 from hvd_gradcomp.torch import (
@@ -46,12 +46,6 @@ def step(params: Any, optimizer: Any, number: int, mine: dict[str, np.ndarray] |
     optimizer.zero_grad()
     backward(params, gradients(number, hvd.rank()) if mine is None else mine)
     optimizer.step()
-
-
-def kept(optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """A copy of all that this worker keeps."""
-    state = exchange_of(optimizer).engine.state
-    return {name: {part: x.clone() for part, x in parts.items()} for name, parts in state.items()}
 
 
 def sum_over_workers(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -149,5 +143,4 @@ def test_steps_that_are_not_finite_leave_momentum_alone() -> None:
     backward(params, mine)
     optimizer.synchronize()
     assert all(p.grad.isnan().all() for p in params.values())
-    for name, parts in kept(optimizer).items():
-        assert all(torch.equal(x, before[name][part]) for part, x in parts.items())
+    assert_same_parts(kept(optimizer), before)

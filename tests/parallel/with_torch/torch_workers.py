@@ -33,6 +33,17 @@ def _digest(tensor: torch.Tensor) -> int:
     return int.from_bytes(hashlib.sha256(data).digest()[:7], "little")
 
 
+def kept(optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """A copy of what this worker itself keeps, also as an owner: exact, where a mean over workers may round anew."""
+    state = exchange_of(optimizer).engine.state
+    return {name: {part: x.clone() for part, x in parts.items()} for name, parts in state.items()}
+
+
+def assert_same_parts(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    assert {name: set(parts) for name, parts in found.items()} == {name: set(p) for name, p in expected.items()}
+    assert all(torch.equal(x, expected[name][part]) for name, parts in found.items() for part, x in parts.items())
+
+
 def train(params: Mapping[str, torch.nn.Parameter], optimizer: Any, steps: Sequence[int], **options: Any) -> None:
     """Some plain steps with this worker's own gradients."""
     for step in steps:
