@@ -37,7 +37,7 @@ class _Search:
         gain: smoothed gain of the factor in use.
         candidate: smoothed gain of the next one (of the lowest, while dense).
         checks: observations in this window.
-        cost: sum over them of seconds or bytes a step.
+        cost: seconds or bytes a step, the least of them: a validation or a busy machine lies in some, hardly in all.
         results: compression throughput measured at each level.
     """
 
@@ -74,7 +74,8 @@ class GraVAC(Policy):
 
     The search begins at theta_min. At the end of every window the next factor is taken if its gain, which was measured
     on the way from what the factor in use sends (multi-level compression, nearly free), is at least epsilon. It ends at
-    theta_max, or when the two best compression throughputs differ by less than omega, and the best factor stays. When
+    theta_max, when the two best compression throughputs differ by less than omega, or when a factor's is lower than one
+    before it by more than that (not in the paper, which goes on); the best factor stays. When
     the gain of the factor in use falls below epsilon (looked at ten times in a window), training falls back to
     theta_min and the search begins again; if that is not enough either, gradients are sent dense until the gain of
     theta_min, which is measured meanwhile, has recovered.
@@ -160,7 +161,7 @@ class GraVAC(Policy):
             begin = replace(search, settled=False, results=(0.0,) * len(self.factors))
             return begin.at(0 if search.level > 0 else _DENSE).pack()
         cost = observed.seconds if self.throughput == "seconds" else observed.sent_bytes
-        search = replace(search, checks=search.checks + 1, cost=search.cost + cost)
+        search = replace(search, checks=search.checks + 1, cost=min(cost, search.cost) if search.checks else cost)
         if search.checks < checks_of(self.window):
             return search.pack()
         return self._next_window(search).pack()
@@ -170,12 +171,14 @@ class GraVAC(Policy):
         if search.settled:
             return replace(search, checks=0, cost=0.0)
         results = list(search.results)
-        results[search.level] = search.gain * search.checks / search.cost if search.cost > 0 else 0.0
+        results[search.level] = search.gain / search.cost if search.cost > 0 else 0.0
         search = replace(search, results=tuple(results))
         best = max(range(len(results)), key=results.__getitem__)
         first, second = sorted(results, reverse=True)[:2] if len(results) > 1 else (results[0], 0.0)
         alike = second > 0 and first - second < self.omega * first
-        if alike or search.level == len(results) - 1:
+        # The throughput rises with the factor, up to where sending less saves less time than it loses gradient.
+        passed = 0 < results[search.level] < (1 - self.omega) * first
+        if alike or passed or search.level == len(results) - 1:
             settled = replace(search, settled=True)
             # Without any measurement of time there is no best one, and the highest that keeps its gain stays.
             return settled.at(best if first > 0 else search.level, search.gain if best == search.level else _UNKNOWN)

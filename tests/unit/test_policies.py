@@ -89,13 +89,21 @@ def test_the_search_ends_when_the_best_throughputs_differ_by_less_than_omega() -
     assert policy.ratio(state, 0) == 0.1
 
 
-def test_at_the_end_the_best_throughput_wins() -> None:
-    """Compression throughput is gain / seconds: 0.9/1, 0.9/0.5, 0.6/0.4, 0.55/0.39 for 10, 20, 40, 80."""
+def test_the_search_ends_when_a_higher_factor_lowers_the_throughput() -> None:
+    """Compression throughput is gain / seconds: 0.9/1, 0.9/0.5, 0.6/0.4 for 10, 20, 40."""
     policy = GraVAC(**OPTIONS)
-    windows = [observed(0.9, 0.9, 1.0), observed(0.9, 0.6, 0.5), observed(0.6, 0.55, 0.4), observed(0.55, None, 0.39)]
+    windows = [observed(0.9, 0.9, 1.0), observed(0.9, 0.6, 0.5), observed(0.6, 0.55, 0.4)]
     factors, state = run(policy, [each for each in windows for _ in range(4)])
-    assert factors == [10] * 3 + [20] * 4 + [40] * 4 + [80] * 4 + [20]
+    assert factors == [10] * 3 + [20] * 4 + [40] * 4 + [20]
     assert run(policy, [observed(0.9, 0.9, 0.5)] * 20, state)[0] == [20] * 20
+
+
+def test_a_pause_is_not_taken_for_the_time_of_a_step() -> None:
+    """One observation of each window holds a validation; at factor 20 a much longer one."""
+    policy = GraVAC(**OPTIONS)
+    windows = [(1.0, 3.0, 1.0, 1.0), (9.0, 0.5, 0.5, 0.5), (0.25, 0.25, 0.25, 9.0)]
+    factors, _ = run(policy, [observed(0.9, 0.9, seconds) for window in windows for seconds in window])
+    assert factors == [10] * 3 + [20] * 4 + [40] * 4 + [80]
 
 
 def test_bytes_may_take_the_place_of_seconds() -> None:
